@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -88,6 +89,12 @@ class Asker:
             raise Unreachable(str(error.strerror or error)) from None
         except UnicodeError as error:
             raise Unreachable(f"not a name of a host: {error}") from None
+
+
+async def addresses_of(host: str, port: int) -> list[str]:
+    """All addresses of a name. Raises OSError, and UnicodeError if it is none of a host."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return sorted({str(address[0]) for *_, address in found})
 
 
 async def _answer(reader: asyncio.StreamReader, most_bytes: int) -> tuple[int, bytes]:

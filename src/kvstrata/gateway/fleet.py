@@ -441,33 +441,24 @@ def _word(told: object) -> str:
 
 
 def place_of(settings: EngineSettings, api_key: str) -> Place:
-    """The place of an engine that the settings name."""
+    """The place of an engine that the settings name; for a DNS name, of one with this name."""
     if settings.url.startswith(UNIX):
         path = settings.url.removeprefix(UNIX)
-        address, name = Address(path, 0, False, "localhost"), settings.name or path[1:].replace("/", "-")
-        return placed(settings, name, address, api_key)
-    parts = urlsplit(settings.url)
-    try:
-        port = parts.port
-    except ValueError:
-        port = None
-    if not parts.hostname or port is None:
-        raise ConfigError(
-            f"engines: {settings.url!r:.200}: must name a host and a port, as http://HOST:8000",
-            field="engines",
-        )
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    address = Address(parts.hostname, port, parts.scheme == "https")
-    name = settings.name or f"{host}:{port}"
-    return placed(settings, name, address, api_key)
-
-
-def placed(settings: EngineSettings, name: str, address: Address, api_key: str) -> Place:
-    """An engine of the settings at one address."""
-    ranks, instance = settings.data_parallel_size, settings.instance
+        address, name = Address(path, 0, False, "localhost"), path[1:].replace("/", "-")
+    else:
+        parts = urlsplit(settings.url.removeprefix(DNS))
+        try:
+            port = parts.port
+        except ValueError:
+            port = None
+        if not parts.hostname or port is None:
+            says = f"engines: {settings.url!r:.200}: must name a host and a port, as http://HOST:8000"
+            raise ConfigError(says, field="engines")
+        address = Address(parts.hostname, port, parts.scheme == "https")
+        name = f"[{parts.hostname}]:{port}" if ":" in parts.hostname else f"{parts.hostname}:{port}"
     return Place(
-        name, address, api_key, source_of(settings), ranks, instance, settings.role, settings.user,
-        settings.bootstrap,
+        settings.name or name, address, api_key, source_of(settings), settings.data_parallel_size,
+        settings.instance, settings.role, settings.user, settings.bootstrap,
     )  # fmt: skip
 
 

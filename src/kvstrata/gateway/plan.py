@@ -6,8 +6,6 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
-
 from kvstrata.config.gateway_model import EngineSettings, GatewaySettings, GatewayTenantSettings
 from kvstrata.config.private_file import read_bearer_token
 from kvstrata.errors import ConfigError, install
@@ -146,8 +144,7 @@ def _engine_checks(settings: GatewaySettings) -> Iterator[Check]:
                 f"{endpoint!r:.200} is above the last port, or one of the ranks beside it is (data_parallel_size "
                 f"{ranks})",
             )
-    urls = [msgspec.structs.replace(one, url=one.url.removeprefix(DNS)) for one in settings.engines]
-    places = [place_of(one, "") for one in urls]
+    places = [place_of(one, "") for one in settings.engines]
     yield from _twice("engines", "name", [place.name for place in places])
     yield from _twice("engines", "url", [f"{one.address.host}:{one.address.port}" for one in places])
 

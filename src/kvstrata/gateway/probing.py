@@ -13,16 +13,14 @@ import ipaddress
 import math
 import os
 import pwd
-import socket
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, NamedTuple
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
 
 from kvstrata.config.gateway_model import EngineSettings, HealthSettings
-from kvstrata.gateway.engine_http import Address, Asker, LinkBroken, Unreachable
+from kvstrata.gateway.engine_http import Asker, LinkBroken, Unreachable, addresses_of
 from kvstrata.gateway.fleet import (
     DNS,
     EngineState,
@@ -31,7 +29,6 @@ from kvstrata.gateway.fleet import (
     ServingEngine,
     endpoint_of,
     place_of,
-    placed,
 )
 from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.gateway.residency.sources import Source, of_rank, sources_in
@@ -85,8 +82,6 @@ class Probing:
         self._residency = residency
         self._listens = False
         self._asked: dict[ServingEngine, _Asked] = {}
-        self._heard: dict[ServingEngine, list[str]] = {}
-        """The names of its ranks under which an engine is listened to, or its own."""
         self._now_s = now_s
         self._engines: list[tuple[EngineSettings, str]] = []
         """With the key of each."""
@@ -112,7 +107,7 @@ class Probing:
         self._listens = wanted
         if not wanted:
             for engine in list(self._asked):
-                self._listen(engine, {})
+                self._residency.listen(engine, {})
                 self._fleet.set_ranks(engine, engine.place.ranks)
             self._asked.clear()
 
@@ -146,25 +141,13 @@ class Probing:
         """Have the engines of the settings and those that were found, and probe new ones."""
         places: list[Place] = []
         for settings, key in self._engines:
-            if not settings.url.startswith(DNS):
-                place = place_of(settings, key)
-                if found := self._resolved.get(settings.url):
-                    # Envoy must be told an address.
-                    same = place.address.host if place.address.host in found else found[0]
-                    place = place._replace(address=place.address._replace(host=same, name=place.address.host))
-                places.append(place)
-                continue
-            plain = urlsplit(settings.url.removeprefix(DNS))
-            name, tls = settings.name or f"{plain.hostname}:{plain.port}", plain.scheme == "https"
-            places += [
-                placed(
-                    settings,
-                    f"{name}/{one}",
-                    Address(one, plain.port or 0, tls, plain.hostname or ""),
-                    key,
-                )
-                for one in self._resolved.get(settings.url, ())
-            ]
+            place, found = place_of(settings, key), self._resolved.get(settings.url, [])
+            if not found:
+                places += [] if settings.url.startswith(DNS) else [place]
+            elif settings.url.startswith(DNS):
+                places += [_at(place, one)._replace(name=f"{place.name}/{one}") for one in found]
+            else:  # Envoy must be told an address
+                places.append(_at(place, place.address.host if place.address.host in found else found[0]))
         for engine in self._fleet.set_places([*places, *self._found]):
             self._now[engine] = asyncio.Event()
             self._supervisor.spawn(self._keep_probed(engine), f"probe-{engine.name}")
@@ -237,7 +220,7 @@ class Probing:
         self._asked[engine] = _Asked(place.events, place.ranks, again_s)
         self._fleet.set_ranks(engine, place.ranks or len(sources))
         names = [target.name for target in engine.targets]
-        self._listen(engine, dict(zip(names, sources, strict=False)))
+        self._residency.listen(engine, dict(zip(names, sources, strict=False)))
 
     async def _sources(self, engine: ServingEngine) -> list[Source]:
         """Where each rank of an engine publishes. Raises ValueError, LinkBroken and TimeoutError."""
@@ -252,36 +235,19 @@ class Probing:
         host = "127.0.0.1" if place.address.host.startswith("/") else place.address.host
         return sources_in(body, host) if status == 200 else []
 
-    def _listen(self, engine: ServingEngine, sources: dict[str, Source]) -> None:
-        """Listen to exactly these sources of an engine, by the names of its ranks."""
-        known = self._heard.pop(engine, [])
-        if sources:
-            self._heard[engine] = list(sources)
-        elsewhere = {name for names in self._heard.values() for name in names}
-        for name in known:
-            if name not in elsewhere:
-                self._residency.unwatch(name)
-        for name, source in sources.items():
-            if name in known and source == self._residency.source(name):
-                self._residency.returned(name)
-            else:
-                self._residency.watch(name, source)
-
     async def _get(self, engine: ServingEngine, path: str) -> tuple[int, bytes]:
         place = engine.place
         headers = {"authorization": f"Bearer {place.api_key}"} if place.api_key else {}
         return await self._asker.ask(place.address, "GET", path, headers, most_bytes=MAX_MODELS_BYTES)
 
     async def _addresses(self, settings: EngineSettings) -> list[str] | None:
-        plain = urlsplit(settings.url.removeprefix(DNS))
-        loop = asyncio.get_running_loop()
+        place = place_of(settings, "").address
         try:
             async with asyncio.timeout(self.settings.timeout_s):
-                found = await loop.getaddrinfo(plain.hostname, plain.port, type=socket.SOCK_STREAM)
-        except (OSError, TimeoutError, UnicodeError) as error:  # UnicodeError: no name of a host
+                return (await addresses_of(place.host, place.port))[:MAX_ADDRESSES]
+        except (OSError, TimeoutError, UnicodeError) as error:
             self._log.repeated(30, settings.url, "name_not_resolved", url=settings.url, reason=str(error))
             return None
-        return sorted({str(address[0]) for *_, address in found})[:MAX_ADDRESSES]
 
     async def _keep_probed(self, engine: ServingEngine) -> None:
         """Probe an engine until it is no longer in the settings."""
@@ -299,7 +265,12 @@ class Probing:
         finally:
             del self._now[engine]
             self._asked.pop(engine, None)
-            self._listen(engine, {})
+            self._residency.listen(engine, {})
+
+
+def _at(place: Place, host: str) -> Place:
+    """The same at an address of its host."""
+    return place._replace(address=place.address._replace(host=host, name=place.address.host))
 
 
 def uid_of(user: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvstrata.gateway.residency.cache import MASK_BYTES, Cache
@@ -83,11 +83,11 @@ class Residency:
         """End the thread."""
         self._watcher.close()
 
-    def watch(self, name: str, source: Source) -> None:
+    def watch(self, name: str, source: Source, owner: object = None) -> None:
         """Hear an engine's events from now on; what was known of an earlier one of this name is forgotten."""
         self.unwatch(name)
-        engine = Watched(name, source, Feed(self.index.add(name), replays=bool(source.replay)))
-        self._watched[name] = engine
+        feed = Feed(self.index.add(name), replays=bool(source.replay))
+        engine = self._watched[name] = Watched(name, source, feed, owner)
         self._watcher.watch(engine)
 
     def unwatch(self, name: str) -> None:
@@ -96,16 +96,17 @@ class Residency:
             self.index.remove(name)
             self._watcher.unwatch(name)
 
-    def source(self, name: str) -> Source | None:
-        """Where an engine's events are heard."""
-        engine = self._watched.get(name)
-        return engine.source if engine is not None else None
-
-    def returned(self, name: str) -> None:
-        """An engine has come back after a failure: it may have been restarted."""
-        engine = self._watched.get(name)
-        if engine is not None:
-            self._watcher.restarted(engine)
+    def listen(self, owner: object, sources: Mapping[str, Source]) -> None:
+        """Hear exactly these of an engine's ranks, by name: one that is heard there already may have been restarted."""
+        for name in [name for name, one in self._watched.items() if one.owner is owner]:
+            if name not in sources:
+                self.unwatch(name)
+        for name, source in sources.items():
+            known = self._watched.get(name)
+            if known is not None and known.owner is owner and known.source == source:
+                self._watcher.restarted(known)
+            else:
+                self.watch(name, source, owner)
 
     def known(self, prompt: Prompt) -> dict[str, int]:
         """Tokens of a prompt that the engines that are heard have in their own caches, by name."""

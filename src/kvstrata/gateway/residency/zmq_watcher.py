@@ -137,8 +137,9 @@ class Feed:
 class Watched:
     """An engine whose events are heard. Belongs to the thread, but for the plain numbers of `feed`."""
 
-    def __init__(self, name: str, source: Source, feed: Feed) -> None:
-        self.name, self.source, self.feed = name, source, feed
+    def __init__(self, name: str, source: Source, feed: Feed, owner: object) -> None:
+        """`owner`: who asked for it, if that is not forgotten with its name."""
+        self.name, self.source, self.feed, self.owner = name, source, feed, owner
         self.connected = False
         """Whether the engine is there: its connection stands, or it has answered a replay since that was lost."""
         self.task: asyncio.Task[None] | None = None

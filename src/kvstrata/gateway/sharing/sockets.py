@@ -13,13 +13,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import socket
 from collections.abc import Iterable
 
 import msgspec
 
 from kvstrata.config.gateway_model import SharingSettings
 from kvstrata.errors import ConfigError, Unavailable
+from kvstrata.gateway.engine_http import addresses_of
 from kvstrata.gateway.fleet import DNS
 from kvstrata.gateway.sharing.others import SILENT_S, Others
 from kvstrata.gateway.sharing.telling import EVENT_BYTES, FRAMES, MAX_FRAME_BYTES, PROTOCOL, Teller
@@ -149,11 +149,10 @@ class Sharing:
     async def _resolved(self, name: str) -> list[str]:
         host, _, port = name.rpartition(":")
         try:
-            found = await self._loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+            addresses = await addresses_of(host, int(port))
         except OSError as error:
             self._log.repeated(logging.WARNING, name, "name_not_resolved", name=name, reason=str(error))
             return list(self._to)
-        addresses = sorted({str(address[0]) for *_, address in found})
         return [f"tcp://[{one}]:{port}" if ":" in one else f"tcp://{one}:{port}" for one in addresses]
 
     def _heard(self, _: Address, frame: bytes) -> bool | None:
