@@ -16,26 +16,25 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.config.gateway_model import Contract, SloSettings
 from kvstrata.gateway.decisions import Decisions, Kept
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet, ServingEngine
-from kvstrata.gateway.loading import Loading
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.prefixes import PIECE_TOKENS, Prefixes
-from kvstrata.gateway.residency.cache import Cache
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.routing.choose import AnyPolicy, Record, choose
 from kvstrata.gateway.routing.model import Copy, Decision, Knowledge, Request, Tier, Way
 from kvstrata.gateway.routing.price import longest
 from kvstrata.gateway.routing.queues import Flight, Sending
-from kvstrata.gateway.routing.rates import Decoded
+from kvstrata.gateway.routing.rates import Decoded, Loading
 from kvstrata.gateway.sharing.telling import Sent, Teller
 
 if TYPE_CHECKING:
     from kvstrata.gateway.request import Request as Arrived
+    from kvstrata.gateway.residency.knowledge import Residency
 
 
 PREFILLS = 1 << 62
@@ -108,17 +107,6 @@ class Choice:
             self.flight.spoil()
 
 
-class Knows(Protocol):
-    """What the choice asks of engines' caches: see Residency."""
-
-    def known(self, prompt: Prompt) -> dict[str, int]: ...
-
-    def heard(self, name: str) -> Cache | None: ...
-
-    @property
-    def block_life_s(self) -> float: ...
-
-
 class Choosing:
     """See the module. Belongs to the event loop."""
 
@@ -126,7 +114,7 @@ class Choosing:
         self,
         policy: AnyPolicy,
         fleet: Fleet,
-        residency: Knows,
+        residency: Residency,
         meters: Meters,
         now_s: Callable[[], float],
     ) -> None:
@@ -157,7 +145,7 @@ class Choosing:
         if wanted.made_by:
             for engine in serving.targets:
                 if engine.name == wanted.made_by:
-                    return self._choice(wanted, engine, 0, Knowledge(), None)
+                    return self._choice(wanted, engine, Knowledge(), None)
         now_s = self._now_s()
         if returned := self._fleet.returned():
             known = self._knowledge(wanted, serving.generations, now_s)
@@ -204,10 +192,9 @@ class Choosing:
                 decision=decision,
             )
             kept = self.decisions.keep(record, wanted.model)
-        cached_tokens = min(decision.way.cached_tokens, wanted.tokens - 1) if decision.way is not None else 0
         chosen = self._fleet.target(decision.engine)
         assert chosen is not None
-        choice = self._choice(wanted, chosen, cached_tokens, knowledge, decision)
+        choice = self._choice(wanted, chosen, knowledge, decision)
         choice.kept = kept
         if (leg := decision.prefill) is None:
             return choice
@@ -216,8 +203,7 @@ class Choosing:
         number = PREFILLS + wanted.number
         theirs = wanted._replace(number=number, word=f"{wanted.word}-prefill", streams=True, slo=None)
         own = Decision(policy=decision.policy, engine=leg.engine, reason=decision.reason, way=leg.way)
-        cached_tokens = min(leg.way.cached_tokens, wanted.tokens - 1)
-        choice.prefill = self._choice(theirs, helper, cached_tokens, knowledge, own)
+        choice.prefill = self._choice(theirs, helper, knowledge, own)
         return choice
 
     def _takes(self, engine: ServingEngine, number: int) -> bool:
@@ -226,17 +212,13 @@ class Choosing:
         return share >= 1.0 or zlib.crc32(f"{number} {engine.name}".encode()) < share * (1 << 32)
 
     def _choice(
-        self,
-        wanted: Wanted,
-        engine: ServingEngine,
-        cached_tokens: int,
-        knowledge: Knowledge,
-        decision: Decision | None,
+        self, wanted: Wanted, engine: ServingEngine, knowledge: Knowledge, decision: Decision | None
     ) -> Choice:
-        name = engine.name
+        name, way = engine.name, decision.way if decision is not None else None
         held = (copy.tokens for copy in knowledge.copies if copy.engine == name and copy.tier != "l0")
-        exact = knowledge.cached.get(name, 0)
-        return Choice(wanted, engine, cached_tokens, exact, max(held, default=0), self._now_s(), decision)
+        loadable, exact = max(held, default=0), knowledge.cached.get(name, 0)
+        cached_tokens = min(way.cached_tokens, wanted.tokens - 1) if way is not None else 0
+        return Choice(wanted, engine, cached_tokens, exact, loadable, self._now_s(), decision)
 
     def _knowledge(self, wanted: Wanted, generations: Mapping[str, int], now_s: float) -> Knowledge:
         if wanted.prompt is None:
@@ -266,24 +248,20 @@ class Choosing:
         says = f"no engine serves now ({known} known){that}; come again in a second"
         return Failure(503, "no_engine", says, retry_after_s=1)
 
-    def expected_s(self, choice: Choice) -> float | None:
-        """Time to the first token, as far as it is known: None without a measured rate, and at an idle engine."""
-        way = choice.decision.way if choice.decision is not None else None
-        engine = choice.engine
-        if way is None or not engine.load.requests or not self._fleet.measured(engine):
-            return None
-        return way.ttft_s
-
     def slo_of(self, request: Arrived) -> SloSettings | None:
         """The class of service of a request."""
         return self._meters.slo.get(request.slo)
 
     def late_s(self, choice: Choice, request: Arrived) -> float:
-        """Seconds from its class's limit to the expected first token; 0 or less: in time, as far as it is known."""
-        slo, expected_s = self.slo_of(request), self.expected_s(choice)
-        if slo is None or not slo.ttft_ms or expected_s is None:
+        """Seconds from its class's limit to the expected first token; 0 or less: in time, as far as it is known.
+
+        Nothing is known without a measured rate, and an idle engine is soon enough.
+        """
+        slo, way, engine = self.slo_of(request), choice.way, choice.engine
+        is_known = way is not None and engine.load.requests and self._fleet.measured(engine)
+        if slo is None or not slo.ttft_ms or way is None or not is_known:
             return 0.0
-        return self._now_s() - request.arrived_s + expected_s - slo.ttft_ms / 1_000
+        return self._now_s() - request.arrived_s + way.ttft_s - slo.ttft_ms / 1_000
 
     def unreachable(self, slo: SloSettings, late_s: float) -> Failure:
         """The refusal of a request whose first token would come so much too late."""

@@ -57,10 +57,7 @@ class Kept:
             "model": self.model,
             "tokens": self.tokens,
             "decision": msgspec.to_builtins(self.decision),
-            "expected": {
-                "ttft_s": way.ttft_s if way is not None else None,
-                "cached_tokens": way.cached_tokens if way is not None else None,
-            },
+            "expected": {name: getattr(way, name, None) for name in ("ttft_s", "cached_tokens")},
             "observed": {"ttft_s": self.ttft_s, "cached_tokens": self.cached_tokens, "prefill": self.prefill},
             "recorded": bool(self.record),
         }

@@ -1,19 +1,23 @@
 """What is measured of each request: times, tokens, outcomes, and whether its class of service was met.
 
 Envoy's watcher tells it (marks.py).  Tokens come from the `usage` of an answer; where it tells none, each event of a
-stream with content counts as a token.
+stream with content counts as a token.  Controllers get a part of it for their plan (`measured`).
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvstrata.config.gateway_model import SloSettings
+from kvstrata.config.gateway_model import Contract, SloSettings
 from kvstrata.gateway.marks import OK
 from kvstrata.observability.numbers import LONG_BUCKETS, Numbers, counter, histogram, parts_by
+from kvstrata.rpc.cluster_wire import MAX_RATED, MAX_SHAPES, RatedEngine, ShapeCount
 
 if TYPE_CHECKING:
+    from kvstrata.gateway.fleet import Fleet, ServingEngine
     from kvstrata.gateway.request import Request
 
 MAX_SERIES = 4_096
@@ -21,24 +25,17 @@ MAX_SERIES = 4_096
 MAX_MODELS = 256
 """Most models with times of their own."""
 OTHER = "other"
+MAX_GROUP_CHARS = 200
+STEP = 32
 
 
 class Shape(NamedTuple):
-    """What is alike in the requests that a `Total` sums up."""
+    """What is alike in requests that are summed up."""
 
     engine: str
     slo: str
     size: int
     """Which power of four prompt and answer have, each in four bits."""
-
-
-class Total:
-    """Of the requests of one shape."""
-
-    __slots__ = ("answer_tokens", "met", "prompt_tokens", "requests")
-
-    def __init__(self) -> None:
-        self.requests = self.met = self.prompt_tokens = self.answer_tokens = 0
 
 
 class Series(Numbers):
@@ -99,8 +96,8 @@ class Meters(Numbers):
         """By tenant, model and engine; empty words where a request had none."""
         self.times: dict[str, Times] = {}
         """By model."""
-        self.shapes: dict[Shape, Total] = {}
-        """Answered requests; `prompt_tokens`: those that were computed."""
+        self.shapes: dict[Shape, list[int]] = {}
+        """Of answered requests: how many, those in time, computed tokens of their prompts, tokens of their answers."""
 
     def of(self, request: Request) -> Series:
         """The series of a request."""
@@ -151,11 +148,9 @@ class Meters(Numbers):
         shape = Shape(request.engine, request.slo, size)
         if shape not in self.shapes and len(self.shapes) >= MAX_SERIES:
             return
-        total = self.shapes.setdefault(shape, Total())
-        total.requests += 1
-        total.met += is_met
-        total.prompt_tokens += computed
-        total.answer_tokens += answer_tokens
+        row = self.shapes.setdefault(shape, [0, 0, 0, 0])
+        for at, count in enumerate((1, is_met, computed, answer_tokens)):
+            row[at] += count
 
     def _is_met(self, name: str, ttft_s: float, tpot_s: float, e2e_s: float) -> bool:
         wanted = self.slo.get(name)
@@ -167,3 +162,50 @@ class Meters(Numbers):
 
 def _power_of_four(tokens: int) -> int:
     return min(15, tokens.bit_length() // 2)
+
+
+class Measured(NamedTuple):
+    """The part of a heartbeat."""
+
+    splits: bool
+    rated: list[RatedEngine]
+    shapes: list[ShapeCount]
+
+
+async def measured(fleet: Fleet, meters: Meters, contract: Contract) -> Measured:
+    """Engines with one rank whose speed is known, and all answered requests that they had.
+
+    Others have their turn after each STEP of them: all take milliseconds.
+    """
+    engines = [one for one in fleet.engines.values() if not one.ranks and one.models]
+    apart = contract == "kvstrata" and not fleet.peers
+    groups, rated = {}, []
+    knows = any(map(fleet.measured, engines))
+    for at, one in enumerate(engines):
+        if not at % STEP:
+            await asyncio.sleep(0)
+        groups[one.name] = _group(one, apart=apart)
+        if knows and at < MAX_RATED:
+            line, rate = fleet.decode_rates.line(one.name), fleet.rates.rate(one.name, 0.0)
+            if line.alone_s + line.each_s > 0:
+                role, url = one.place.role, one.place.url
+                rated.append(RatedEngine(url, groups[one.name], role, rate, line.alone_s, line.each_s))
+    sums: dict[tuple[str, int, float, float], list[int]] = {}
+    for at, (shape, total) in enumerate(list(meters.shapes.items())):
+        if not at % STEP:
+            await asyncio.sleep(0)
+        if (group := groups.get(shape.engine)) is not None:
+            slo = meters.slo.get(shape.slo) or SloSettings(name="none")
+            row = sums.setdefault((group, shape.size, slo.ttft_ms, slo.tpot_ms), [0, 0, 0, 0])
+            for at, count in enumerate(total):
+                row[at] += count
+    counts = [ShapeCount(*key, *row) for key, row in itertools.islice(sums.items(), MAX_SHAPES)]
+    return Measured(bool(contract), rated, counts)
+
+
+def _group(engine: ServingEngine, *, apart: bool) -> str:
+    """Engines that serve the same, and can compute for each other: `apart`, only those of one instance can."""
+    name, entry = next(iter(engine.models.items()))
+    model = str(entry.get("parent") or entry.get("root") or name)
+    place = engine.load.instance if apart else ""
+    return "".join(c if c.isprintable() else "?" for c in f"{model} {place}".strip())[:MAX_GROUP_CHARS]

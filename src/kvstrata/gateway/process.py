@@ -23,14 +23,13 @@ from kvstrata.gateway.admin import OPERATIONS, Admin
 from kvstrata.gateway.admission import Admission
 from kvstrata.gateway.choosing import Choosing
 from kvstrata.gateway.controllers.asking import Controllers
-from kvstrata.gateway.controllers.measured import measured
 from kvstrata.gateway.door import Door
 from kvstrata.gateway.engine_http import Asker
 from kvstrata.gateway.envoy.process import Envoy, program
 from kvstrata.gateway.fleet import Fleet
 from kvstrata.gateway.handover.legs import Legs
 from kvstrata.gateway.kubernetes import Endpoints
-from kvstrata.gateway.metering import Meters
+from kvstrata.gateway.metering import Measured, Meters, measured
 from kvstrata.gateway.metrics import Glance, sections
 from kvstrata.gateway.parts import Parts
 from kvstrata.gateway.picker.front import Front
@@ -96,16 +95,15 @@ class Gateway(Process):
         reader = Reader(settings, fleet)
         admission = Admission(settings.queue, choosing, fleet, now_s, asyncio.get_running_loop().call_later)
         sharing = await self._start_sharing(fleet, choosing, reader) if settings.sharing.listen else None
+
+        async def numbers() -> tuple[str, int, int, Measured]:
+            told = await measured(fleet, meters, self._settings.split)
+            return self._settings.policy, requests.in_flight, sum(meters.received.values()), told
+
         controllers = Controllers(
-            settings.controllers, self._plan.controller_keys, listener, fleet, self.supervisor, now_s
+            settings.controllers, self._plan.controller_keys, listener, fleet, self.supervisor, now_s, numbers
         )
         self.closers.append(controllers.close)
-        controllers.numbers = lambda: (
-            self._settings.policy,
-            requests.in_flight,
-            sum(meters.received.values()),
-        )
-        controllers.measured = lambda: measured(fleet, meters, self._settings.split)
         self._probing = probing = Probing(fleet, settings.health, asker, self.supervisor, now_s, residency)
         probing.listens(settings.predicts)
         self._parts = parts = Parts(

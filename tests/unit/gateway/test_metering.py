@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.config.gateway_model import SloSettings
-from kvstrata.gateway.controllers.measured import measured
 from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.marks import OK, Marks, marks_of
-from kvstrata.gateway.metering import MAX_MODELS, MAX_SERIES, OTHER, Meters
+from kvstrata.gateway.metering import MAX_MODELS, MAX_SERIES, OTHER, Meters, measured
 from kvstrata.gateway.routing.rates import Decoded
 from tests.unit.gateway.requests import a_request
 
@@ -52,8 +51,7 @@ def test_requests_of_alike_lengths_are_summed_for_the_plan_with_what_was_compute
         meter.tokens = {"prompt": prompt, "cached": cached, "completion": 100}
         meter.first_s, meter.last_s = first_s, 5.0
         meters.end(meter)
-    totals = [(one.requests, one.met, one.prompt_tokens, one.answer_tokens) for one in meters.shapes.values()]
-    assert totals == [(2, 1, 2_300, 200), (1, 1, 4_000, 100)]
+    assert list(meters.shapes.values()) == [[2, 1, 2_300, 200], [1, 1, 4_000, 100]]
     fleet = Fleet(lambda: 0.0)
     fleet.set_places([Place("e", Address("10.0.0.1", 8_000, False), instance="i")])
     fleet.up(fleet.engines["e"], {"m": {}})

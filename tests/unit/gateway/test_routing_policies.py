@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvstrata.gateway.loading import Loading
 from kvstrata.gateway.routing.choose import Session, choose
 from kvstrata.gateway.routing.model import EngineState, Knowledge, LoadPath, Request
-from kvstrata.gateway.routing.rates import ASSUMED_GAIN, LoadRates
+from kvstrata.gateway.routing.rates import ASSUMED_GAIN, Loading, LoadRates
 
 NOW_S = 100.0
 

@@ -24,8 +24,8 @@ from kvstrata.errors import ClusterFailure, Unavailable
 from kvstrata.gateway.choosing import Wanted
 from kvstrata.gateway.controllers.directory import MAX_KINDS, Directory, Kind
 from kvstrata.gateway.controllers.following import Following, Holding
-from kvstrata.gateway.controllers.measured import Measured
 from kvstrata.gateway.fleet import EngineState, Fleet, ServingEngine
+from kvstrata.gateway.metering import Measured
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.routing.model import Certainty, Copy, Tier
 from kvstrata.naming import name_thread
@@ -106,7 +106,7 @@ class ControllerLink(Numbers):
             "connected": self.up,
             "told_ago_s": None if ago_s is None else round(ago_s, 3),
             "instances": 0 if self.known is None else len(self.known.instances),
-            "engines": 0 if self.known is None else len(self.known.urls),
+            "engines": 0 if self.known is None else len(self.known.of_url),
             "garbage": self._link.garbage_count,
         }
 
@@ -136,8 +136,10 @@ class Controllers(Numbers):
         fleet: Fleet,
         supervisor: Supervisor,
         now_s: Callable[[], float],
+        numbers: Callable[[], Awaitable[tuple[str, int, int, Measured]]],
     ) -> None:
-        """`in_file`: the keys of `curve_file`. `listener`: of this gateway's HTTP port.
+        """`in_file`: the keys of `curve_file`. `listener`: of this gateway's HTTP port. `numbers`: policy, requests
+        under way, all requests and what was measured, for heartbeats.
 
         Raises ConfigError if the key of this user cannot be kept, and Unavailable if a controller's URL is not an
         endpoint.
@@ -151,7 +153,7 @@ class Controllers(Numbers):
         self._secret = new_secret()
         self._shared: SharedKey | None = None
         self._keys = self._keys_of(settings, in_file)
-        self._now_s = now_s
+        self._now_s, self._numbers = now_s, numbers
         self._links = Links(asyncio.get_running_loop())
         self._directory: Directory | None = None
         """What a controller told last."""
@@ -160,9 +162,6 @@ class Controllers(Numbers):
         self._groups: dict[str, tuple[Directory, list[ServingEngine], Groups]] = {}
         """By model, as long as this is what was told, and these are its targets."""
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="kv-keys", initializer=name_thread)
-        self.numbers: Callable[[], tuple[str, int, int]] = lambda: ("", 0, 0)
-        """Policy, requests under way and all requests, for heartbeats."""
-        self.measured: Callable[[], Awaitable[Measured]] | None = None
         self._have(settings.urls)
 
     def set(self, settings: GatewayControllersSettings, in_file: ClusterKeys | None) -> None:
@@ -283,8 +282,7 @@ class Controllers(Numbers):
         self._hashing.shutdown(wait=True, cancel_futures=True)
 
     async def _beat(self) -> GatewayBeat:
-        told = await self.measured() if self.measured is not None else Measured(False, [], [])
-        policy, in_flight, requests = self.numbers()
+        policy, in_flight, requests, told = await self._numbers()
         return GatewayBeat(
             0, self._name, __version__, self._port, policy, len(self._fleet.engines),
             len([one for one in self._fleet.engines.values() if one.state is EngineState.UP]), in_flight, requests,

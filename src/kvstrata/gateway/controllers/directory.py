@@ -6,7 +6,7 @@ What comes from a controller was checked only in its form.  Whatever is out of r
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 from kvstrata.gateway.fleet import ServingEngine
@@ -73,22 +73,18 @@ class Directory:
         self.instances = {one.instance: one for one in heard.instances}
         self._adapters = heard.adapters[:MAX_TOLD_ADAPTERS]
         self._loras = [_lora_of(one) for one in self._adapters]
-        self._of_url: dict[str, Served] = {}
+        self.of_url: dict[str, Served] = {}
+        """By the URLs of their engines, as far as these tell."""
         for one in heard.instances:
             for url in one.engines:
-                self._of_url.setdefault(url, one)
-
-    @property
-    def urls(self) -> Collection[str]:
-        """The URLs of engines, as far as these tell."""
-        return self._of_url.keys()
+                self.of_url.setdefault(url, one)
 
     def instance(self, engine: ServingEngine) -> Served | None:
         """The instance that an engine is attached to; None: not known."""
         place = engine.place
         if place.instance:
             return self.instances.get(place.instance)
-        return self._of_url.get(place.url)
+        return self.of_url.get(place.url)
 
     def kind(self, served: Served, names: Sequence[str]) -> int | None:
         """The number of the kind of an instance's KV for a model that has these names; None: not known."""
