@@ -57,14 +57,6 @@ def test_tags_collide_as_seldom_as_the_page_says() -> None:
     assert [bit for bit in range(64) if found[bit]] == list(range(7))
 
 
-@pytest.mark.parametrize("slot_of", [[], [1] * 65_535, [2] * 65_536, [0] * 65_536])
-def test_a_snapshot_is_restored_only_to_open_slots(slot_of: list[int]) -> None:
-    registry = Registry()
-    assert visible(registry) == 1
-    with pytest.raises(ValueError, match="slot_of"):
-        registry.restore("/", 0, 0, array("H", slot_of))
-
-
 def test_other_threads_can_look_up_while_a_report_is_applied() -> None:
     registry = Registry()
     steady = visible(registry, group=1)

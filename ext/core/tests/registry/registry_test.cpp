@@ -415,8 +415,10 @@ TEST(what_is_dumped_can_be_restored_while_readers_read_and_grows_as_before) {
   CHECK_EQ(holders_of(*restored, crowded(0)).size(), 6u);
   CHECK_EQ(admit(*restored, slot, crowded_tags(10, 2 * kTags)), kTags);
   const auto small = make(1 << 20);
-  const std::vector<Slot> to(1 << 16, open(*small, 0));
+  std::vector<Slot> to(1 << 16, open(*small, 0));
   CHECK(small->restore(path, 0, bytes.size(), to, &added).code() == StatusCode::kNoSpace);
+  to.back() = 2;  // not open
+  CHECK(small->restore(path, 0, bytes.size(), to, &added).code() == StatusCode::kBadArgument);
 }
 
 }  // namespace
