@@ -216,7 +216,9 @@ async def test_answers_are_right_whoever_of_a_fleet_is_killed_or_stopped_at_any_
                 assert not [line for one in fleet.engines for line in one.lines if "other KV" in line]
                 told = fleet.prefills + await fleet.counted()
                 print(f"seed {seed}: {dict(struck)}, {dict(told)}")
-                assert sum(told.values()) >= REQUESTS // 4
+                assert sum(told.values()) >= REQUESTS // 10, (
+                    "too few were split: beside other work, fewer are worth it"
+                )
             finally:
                 await asyncio.to_thread(fleet.close)
 
