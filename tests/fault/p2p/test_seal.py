@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 import pytest
 
+from kvstrata.p2p import frames
 from kvstrata.p2p.frames import PIECE_BYTES, SEAL_BYTES, FrameError, SealedStream
 from kvstrata.p2p.settings import OwnerLimits
 from kvstrata.testing.strategies import payload_of
@@ -103,8 +104,9 @@ def leave_out(came: bytearray) -> None:
 
 @pytest.mark.parametrize("change", [flip, repeat, swap, leave_out])
 async def test_what_was_changed_on_the_way_closes_the_connection_and_is_a_miss(
-    between, change: Change
+    between, change: Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(frames, "PIECE_BYTES", 64 << 10)  # others follow the one that was changed
     one, middle = await between(seal=True)
     assert await one.load(*KEYS) == [LOADED] * 8
     for connection in list(one.adapter._parts.reader._open):  # so that no idle connection is tried first
