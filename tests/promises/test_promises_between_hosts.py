@@ -155,6 +155,8 @@ class _Nothing:
 
 
 class _Link:
+    connected = True
+
     def __init__(self, here: Host, there: Host) -> None:
         self.here, self.there = here, there
 

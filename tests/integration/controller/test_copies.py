@@ -22,7 +22,7 @@ TOKENS_S = 600_000.0
 def test_a_hot_prefix_is_on_two_instances_and_again_after_one_was_killed_within_the_byte_rate(
     tmp_path: Path,
 ) -> None:
-    flags = ("--heartbeat-s", "1", "--dead-after-s", "3", "--copies-mb-s", str(MB_S))
+    flags = ("--heartbeat-s", "1", "--dead-after-s", "6", "--copies-mb-s", str(MB_S))
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(
             Cluster(tmp_path, l1_mb=64, n_servers=3, chunk_tokens=CHUNK_TOKENS, controller_flags=flags)

@@ -85,7 +85,7 @@ def of_pool(pid: int, server: ServerProcess) -> dict[str, set[str]]:
 
 
 def test_no_process_that_maps_the_pool_has_it_in_its_core_dump(tmp_path: Path) -> None:
-    staging_mb = 7
+    staging_mb = 23  # as no other mapping has
     hosted = {"type": "fs", "base_path": str(tmp_path / "hosted"), "isolation": "process"}
     encoded = {
         "type": "fs",

@@ -24,7 +24,7 @@ ARROWS: dict[str, set[str]] = {
     "hash": {"base"},
     "codec": {"base"},
     "files": {"base"},
-    "registry": {"base"},
+    "registry": {"base", "files", "hash"},
     "record": {"base", "hash"},
     "copy": {"base", "hash", "codec", "record"},
     "pool": {"base", "hash", "memory", "record"},
