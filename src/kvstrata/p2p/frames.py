@@ -18,7 +18,7 @@ Invariants
    its receiver closes the connection.
 2. Neither side waits for bytes of the other without end: the owner's socket has STALL_S, the reader closes the
    connection at its deadline.
-3. With `p2p.seal`, what one call sends is encrypted and authenticated by AES-256-GCM in pieces, under a key of this
+3. With `p2p.seal`, each run of parts is encrypted and authenticated by AES-256-GCM in pieces, under a key of this
    connection and direction; the nonce counts the pieces.  So a piece that was changed, repeated, left out or moved fits
    nothing.  Without it, whoever can write to the link can change bytes, checksums and all.
 """
@@ -124,12 +124,12 @@ class SealedStream(Stream):
 
     def send(self, *runs: bytes | Sequence[bytes | memoryview]) -> None:
         """See Stream."""
-        for pieces in itertools.chain.from_iterable(_cut(_views(run)) for run in runs):
+        for piece in itertools.chain.from_iterable(_pieces(_views(run)) for run in runs):
             seal, size = _cipher(self._keys[0], self._sent).encryptor(), 0
             self._sent += 1
-            for piece in pieces:
-                seal.update_into(piece, self._staged[size : size + len(piece)])
-                size += len(piece)
+            for part in piece:
+                seal.update_into(part, self._staged[size : size + len(part)])
+                size += len(part)
             seal.finalize()
             self._staged[size : size + SEAL_BYTES] = seal.tag
             _send(self.socket, [self._staged[: size + SEAL_BYTES]])
@@ -138,14 +138,14 @@ class SealedStream(Stream):
         """See Stream. Rooms may have wrong bytes in them when FrameError is raised."""
         from cryptography.exceptions import InvalidTag
 
-        for pieces in _cut(rooms):
-            size, at = sum(map(len, pieces)), 0
+        for piece in _pieces(rooms):
+            size, at = sum(map(len, piece)), 0
             _receive(self.socket, [self._staged[: size + SEAL_BYTES]])
             seal = _cipher(self._keys[1], self._received).decryptor()
             self._received += 1
-            for piece in pieces:
-                seal.update_into(self._staged[at : at + len(piece)], piece)
-                at += len(piece)
+            for room in piece:
+                seal.update_into(self._staged[at : at + len(room)], room)
+                at += len(room)
             try:
                 seal.finalize_with_tag(bytes(self._staged[size : size + SEAL_BYTES]))
             except InvalidTag:
@@ -156,21 +156,21 @@ def _views(run: bytes | Sequence[bytes | memoryview]) -> list[memoryview]:
     return [memoryview(run)] if isinstance(run, bytes) else [memoryview(part) for part in run]
 
 
-def _cut(parts: list[memoryview]) -> Iterator[list[memoryview]]:
-    """Cut the bytes of all parts, one after the other, into runs of PIECE_BYTES; the last one may have fewer."""
-    run: list[memoryview] = []
+def _pieces(run: list[memoryview]) -> Iterator[list[memoryview]]:
+    """Cut the bytes of a run's parts into pieces of PIECE_BYTES; the last one may have fewer."""
+    piece: list[memoryview] = []
     left = PIECE_BYTES
-    for part in parts:
+    for part in run:
         at = 0
         while at < len(part):
-            run.append(part[at : at + left])
-            at += len(run[-1])
-            left -= len(run[-1])
+            piece.append(part[at : at + left])
+            at += len(piece[-1])
+            left -= len(piece[-1])
             if not left:
-                yield run
-                run, left = [], PIECE_BYTES
-    if run:
-        yield run
+                yield piece
+                piece, left = [], PIECE_BYTES
+    if piece:
+        yield piece
 
 
 def _cipher(key: AES, number: int) -> Cipher[GCM]:

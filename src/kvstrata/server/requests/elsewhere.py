@@ -156,12 +156,12 @@ class Elsewhere:
         end: End = "ready"
         n_first = n_chunks
         loads: collections.deque[asyncio.Task[FetchOutcome]] = collections.deque()
-        staged = max(1, STAGED_BYTES // sum(limits)) if limits else MAX_AWAITED
+        most = max(1, STAGED_BYTES // sum(limits)) if limits else MAX_AWAITED  # chunks of one answer
         questions = collections.deque([ask(n_chunks, expects=asked.request.expects and not limits)])
         try:
             with self._promises.counted(asked.process):
                 while end == "ready" and n_chunks < asked.n_chunks:
-                    n_told = n_chunks + staged
+                    n_told = n_chunks + most
                     if limits and len(questions) == 1 and n_told < asked.n_chunks:
                         questions.append(ask(n_told, expects=False))
                     n, end, owner = await questions.popleft()
