@@ -43,7 +43,7 @@ class Port(asyncio.Protocol):
 
     def __init__(self, streams: dict[Port, int]) -> None:
         self._streams = streams
-        self._got = b""
+        self._got = bytearray()
         self._need = 0
         self.transport: asyncio.Transport
 
@@ -62,10 +62,10 @@ class Port(asyncio.Protocol):
             length = LENGTH.search(self._got, 0, end)
             self._need = end + 4 + (int(length[1]) if length else 0)
         if len(self._got) >= self._need:
-            request, self._got, self._need = self._got, b"", 0
+            request, self._got, self._need = self._got, bytearray(), 0
             self._answer(request)
 
-    def _answer(self, request: bytes) -> None:
+    def _answer(self, request: bytearray) -> None:
         if request.startswith(b"GET"):
             body = MODELS if b"/v1/models" in request[:40] else b"{}"
             head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(

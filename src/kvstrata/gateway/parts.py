@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -46,8 +47,11 @@ class Parts:
     sharing: Sharing | None
     """None: other gateways are told nothing."""
     stopping: bool = field(default=False)
+    asked_s: float = field(default=-math.inf)
+    """When somebody asked last whether requests are served; who sends requests here asks again and again."""
 
     def readiness(self) -> tuple[bool, str]:
         """Whether requests are served, and why not."""
+        self.asked_s = self.now_s()
         why = "stopping" if self.stopping else "" if self.fleet.serving("") else "no engine serves"
         return not why, why

@@ -44,6 +44,7 @@ from kvstrata.gateway.sharing.sockets import FIELD, Sharing, piece_secret
 from kvstrata.gateway.tokens.source import Tokens
 from kvstrata.observability.logging import current_level, set_level
 from kvstrata.observability.numbers import Numbers, Pages
+from kvstrata.patience import patience
 from kvstrata.process.http_gate import Access, is_loopback
 from kvstrata.process.http_thread import Port, make_port
 from kvstrata.process.lifecycle import Process, soon, tell_ready
@@ -55,6 +56,10 @@ from kvstrata.rpc.zmq_curve import SharedKey
 if TYPE_CHECKING:
     from kvstrata.gateway.picker.server import PickerServer
 
+LINGER_S = 5.0
+"""Time without requests after which a gateway that stops, and that somebody watches, closes its port."""
+WATCHED_S = 60.0
+"""Who has not asked for so long whether a gateway is ready does not watch it."""
 GC_OBJECTS = 20_000
 """New objects after which garbage is collected: requests leave few cycles, and each collection delays all streams."""
 RESTART = frozenset(("log_format", "split"))
@@ -252,17 +257,29 @@ class Gateway(Process):
         return self._parts.requests.in_flight
 
     async def drain(self, drain_s: float) -> None:
-        """Not ready any more: clients close their connections, and requests end; those that still come are served."""
-        self._parts.stopping = True
-        idle = asyncio.Event()
-        self._parts.requests.idle = idle.set
+        """Not ready any more: clients close their connections, and requests end; those that still come are served.
+
+        Where somebody asks whether it is ready, requests come until it has been heard everywhere that it is not, so the
+        port stays open for LINGER_S behind the last one.
+        """
+        parts, requests = self._parts, self._parts.requests
+        parts.stopping, idle = True, asyncio.Event()
+        requests.idle = idle.set
+        quiet_s = parts.now_s()
+        lingers_s = patience(LINGER_S) if quiet_s < parts.asked_s + WATCHED_S else 0.0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
                 if self._envoy is not None:
                     await self._envoy.drain()
-                while self._in_flight:
+                while True:
                     idle.clear()
-                    await idle.wait()
+                    left_s = max(quiet_s, requests.came_s) + lingers_s - parts.now_s()
+                    if self._in_flight:
+                        await idle.wait()
+                    elif left_s > 0:
+                        await asyncio.sleep(left_s)
+                    else:
+                        break
                 if self._picker is not None:
                     await self._picker.drain(drain_s)
 

@@ -148,6 +148,8 @@ class Requests:
         self._deciding = 0
         self.idle: Callable[[], None] = lambda: None
         """Called when the last has ended."""
+        self.came_s = 0.0
+        """When the newest one came."""
 
     @property
     def in_flight(self) -> int:
@@ -157,7 +159,8 @@ class Requests:
     def arrived(self, head: Head) -> Request:
         """A request has come; `decide`, or `drop`, must follow."""
         self._deciding += 1
-        return Request(head, self.parts.now_s())
+        self.came_s = self.parts.now_s()
+        return Request(head, self.came_s)
 
     async def decide(
         self, request: Request, body: bytes, *, cut: bool = False, subset: Sequence[str] | None = None

@@ -324,6 +324,18 @@ async def test_a_stop_lets_requests_end_and_serves_those_that_still_come(start, 
     assert "requests_cut=0" in gateway.log.read_text()
 
 
+async def test_a_stopped_gateway_serves_on_for_those_that_have_not_heard_of_it(start, session):
+    gateway = await start(ScriptedEngine())
+    assert await status_of(session.get(gateway.url + "/readyz")) == 200
+    gateway.signal(signal.SIGTERM)
+    await eventually_async("it waits", lambda: "stop_waits requests=0" in gateway.log.read_text())
+    async with aiohttp.ClientSession() as other:
+        assert await status_of(other.post(gateway.url + CHAT, json=ask())) == 200
+        assert await status_of(other.get(gateway.url + "/readyz")) == 503
+    gateway.signal(signal.SIGTERM)
+    assert await asyncio.to_thread(gateway.ends) == 128 + signal.SIGTERM
+
+
 async def test_a_stored_response_is_asked_of_the_engine_that_made_it(start, session):
     def behaviour(number: int) -> Any:
         async def respond(got: Got, line: Line) -> None:
