@@ -7,7 +7,8 @@
 1. Nothing is reserved for chunks that are not there yet: an owner says which chunks have come, and these are loaded as
    any others (tier.py).  So a chunk is on its way while the next one is computed.
 2. An owner answers within POLL_S, so it keeps nothing for an asker that is gone, and one that stands still is found out
-   in ANSWER_S more; a connection that ends is known at once.  Such an owner is asked nothing for a while.
+   in ANSWER_S more, or when two questions in a row had no answer in their time; a connection that ends is known at
+   once.  Such an owner is asked nothing for a while.
 3. Answers are checked. An owner that lies costs its asker the time that the request may wait, and no more.
 """
 
@@ -34,6 +35,8 @@ from kvstrata.tiers.base import Ask
 from kvstrata.tiers.breaker import Breaker, BreakerState
 
 POLL_S = 1.0
+SHARE = 0.8
+"""Of the time that is left, the part for which an owner may wait; the rest is for its answer's way."""
 ANSWER_S = 1.0
 TICK_S = 0.002
 """The loop's timers count milliseconds, so one may end this much before its time."""
@@ -49,6 +52,8 @@ class _Owner:
     def __init__(self, entry: Owner, link: AskLink) -> None:
         self.entry, self.link, self.known_s = entry, link, float("-inf")
         self.breaker = Breaker(1, 1.0, 30.0)
+        self.silent = False
+        """Whether the last question that ended had no answer."""
 
 
 class _Links(NamedTuple):
@@ -94,9 +99,10 @@ class AwaitedPeers:
         well = waited = False
         try:
             while (left_s := ends_s - self._loop.time()) > 0:
-                poll_s = min(left_s, POLL_S)
+                poll_s = min(SHARE * left_s, POLL_S)
                 request = msgspec.structs.replace(asked, wait_ms=math.ceil(1000 * poll_s))
                 reply = await owner.link.ask(request, Awaited, min(left_s, poll_s + patience(ANSWER_S)))
+                owner.silent = False
                 more = asked.n_present < reply.n_chunks <= count(asked.chain)
                 if reply.epoch != owner.entry.incarnation or more != (reply.end == "ready"):
                     break
@@ -117,7 +123,7 @@ class AwaitedPeers:
             raise
         except (Unavailable, ClusterFailure):
             if self._loop.time() > ends_s - TICK_S:  # no time was left for an answer
-                well = owner.link.connected
+                well, owner.silent = owner.link.connected and not owner.silent, True
                 return asked.n_present, "late", b""
         finally:
             owner.breaker.ended(well, self._loop.time())
