@@ -101,8 +101,8 @@ class Cluster {
     const auto in_l1 = static_cast<std::size_t>(chunks_ * kL1Share);
     const Slots before = slots_[instance];
     const auto begin = Clock::now();
-    const Slots now{registry_->open_slot(static_cast<std::uint16_t>(instance), 0),
-                    registry_->open_slot(static_cast<std::uint16_t>(instance), 1)};
+    const Slots now{registry_->open_slot(static_cast<std::uint16_t>(instance)),
+                    registry_->open_slot(static_cast<std::uint16_t>(instance))};
     std::uint64_t added = 0;
     for (std::size_t at = 0; at < chunks_;) {
       const bool l1 = at < in_l1;

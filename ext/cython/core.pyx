@@ -5,14 +5,12 @@
 Each part is headed by what holds for it.
 """
 
-import array as array_module
 import enum
 import os
 from typing import NamedTuple, TypedDict
 
 from kvstrata.errors import MediumError, SegmentError
 
-from cpython cimport array
 from cpython.buffer cimport (
     PyBUF_FORMAT,
     PyBUF_ND,

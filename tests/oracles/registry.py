@@ -14,12 +14,11 @@ class OracleRegistry:
     def __init__(self) -> None:
         self.state: dict[int, str] = {}
         self.group: dict[int, int] = {}
-        self.rank: dict[int, int] = {}
         self.tags: defaultdict[int, set[int]] = defaultdict(set)
 
-    def open_slot(self, slot: int, group: int, rank: int) -> None:
+    def open_slot(self, slot: int, group: int) -> None:
         assert slot not in self.state
-        self.state[slot], self.group[slot], self.rank[slot] = "hidden", group, rank
+        self.state[slot], self.group[slot] = "hidden", group
 
     def can_be_filled(self, slot: int) -> bool:
         return self.state.get(slot) in ("hidden", "visible")
@@ -77,12 +76,6 @@ class OracleRegistry:
             if keys >= n_slices:
                 lengths[group] = keys // n_slices
         return lengths
-
-    def best_slot(self, tag: int, group: int, counts: Callable[[int], bool]) -> int:
-        """Return the rank of the slot that a lookup names for a group."""
-        return min(
-            self.rank[slot] for slot in self.holders(tag) if self.group[slot] == group and counts(slot)
-        )
 
     def placements(self) -> set[tuple[int, int]]:
         """Return (tag, slot) of all placements in visible slots."""

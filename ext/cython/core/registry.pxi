@@ -41,7 +41,6 @@ cdef extern from "registry/registry.h" namespace "kvstrata" nogil:
     cdef cppclass SlotRow:
         uint16_t slot
         SlotState state
-        uint8_t rank
         uint16_t group
         uint64_t keys
 
@@ -55,7 +54,6 @@ cdef extern from "registry/registry.h" namespace "kvstrata" nogil:
     cdef cppclass CCandidate "kvstrata::Candidate":
         uint16_t group
         size_t chunks
-        vector[uint16_t] slots
 
     cdef cppclass CUsage "kvstrata::RegistryUsage":
         uint64_t bytes
@@ -69,7 +67,7 @@ cdef extern from "registry/registry.h" namespace "kvstrata" nogil:
     cdef cppclass CRegistry "kvstrata::Registry":
         @staticmethod
         Status create(uint64_t, unsigned int, unique_ptr[CRegistry]*) noexcept
-        uint16_t open_slot(uint16_t, uint8_t) noexcept
+        uint16_t open_slot(uint16_t) noexcept
         Status publish(uint16_t, uint16_t) noexcept
         Status retire(uint16_t) noexcept
         Status admit(uint16_t, TagSpan, uint64_t*) noexcept
@@ -101,24 +99,11 @@ class RegistryError(MediumError):
         self.reason = reason
 
 
-class Candidate(NamedTuple):
-    """One group's answer to `lookup_prefix`.
-
-    `chunks`: length of the longest prefix all of whose keys its allowed slots hold.  `slots`: of type "H", for each of
-    the prefix's chunks * n_slices keys, the slot of lowest rank that holds it.
-    """
-
-    group: int
-    chunks: int
-    slots: array[int]
-
-
 class Slot(NamedTuple):
     """A slot that is not free. `state`: `hidden`, `visible` or `retired`. `keys`: its placements that are not swept."""
 
     slot: int
     group: int
-    rank: int
     state: str
     keys: int
 
@@ -153,15 +138,6 @@ cdef uint16_t _number(str name, value, int limit) except? 0xFFFF:
     return value
 
 
-cdef array.array U16 = array_module.array("H")
-
-
-cdef array.array _u16_array(const vector[uint16_t]& values):
-    cdef array.array made = array.clone(U16, values.size(), False)
-    memcpy(made.data.as_voidptr, values.data(), 2 * values.size())
-    return made
-
-
 cdef class Registry:
     cdef unique_ptr[CRegistry] core
 
@@ -177,13 +153,12 @@ cdef class Registry:
         cdef Status status = CRegistry.create(max_bytes, max_slots, &self.core)
         raise_for(status, CALL)
 
-    def open_slot(self, group: int, *, rank: int = 0) -> int | None:
+    def open_slot(self, group: int) -> int | None:
         """Take a free slot, which becomes hidden and empty; None if no slot is free (`sweep` frees retired ones).
 
-        `group` is below 65,536. `rank` (0 to 255): of several slots of one group that hold a key, `lookup_prefix` names
-        the one of the lowest rank (0 for L1, 1 for the nearest L2 tier, …).
+        `group` is below 65,536.
         """
-        cdef uint16_t slot = self.core.get().open_slot(_number("group", group, 65_535), _number("rank", rank, 255))
+        cdef uint16_t slot = self.core.get().open_slot(_number("group", group, 65_535))
         return slot if slot else None
 
     def publish(self, slot: int, *, retire: int | None = None) -> None:
@@ -277,8 +252,8 @@ cdef class Registry:
     def lookup_prefix(
         self, tags: Buffer, *, n_slices: int = 1, allowed: Buffer | None = None,
         except_group: int | None = None, best: int = 1
-    ) -> list[Candidate]:
-        """The groups that each hold the longest leading part of a chain, the longest part first.
+    ) -> list[tuple[int, int]]:
+        """The groups that each hold the longest leading part of a chain, and its chunks; the longest part first.
 
         `tags` are those of the chunks in order, the `n_slices` of each chunk one after another; a group holds a chunk
         if it holds all its slices.  A slot counts if it is visible, is not of `except_group` (usually the asking
@@ -307,14 +282,14 @@ cdef class Registry:
             query.except_group = _number("except_group", except_group, 65_535)
         with nogil:
             found = self.core.get().lookup_prefix(span, query)
-        return [Candidate(found[i].group, found[i].chunks, _u16_array(found[i].slots)) for i in range(found.size())]
+        return [(found[i].group, found[i].chunks) for i in range(found.size())]
 
     def slot(self, slot: int) -> Slot | None:
         """The slot's facts; None if it is free."""
         cdef SlotRow row = self.core.get().slot(_number("slot", slot, MAX_SLOTS))
         if row.state == SlotState.kFree:
             return None
-        return Slot(row.slot, row.group, row.rank, SLOT_STATES[<int>row.state], row.keys)
+        return Slot(row.slot, row.group, SLOT_STATES[<int>row.state], row.keys)
 
     def dump(self, partition: int) -> bytes:
         """The placements of partition 0, 1, …, of all slots, as `restore` reads them; empty after the last partition."""

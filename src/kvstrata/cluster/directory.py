@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import os
 from array import array
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstrata.cluster.lookups import INLINE_TAGS, Lookups
 from kvstrata.naming import name_thread
@@ -39,13 +39,11 @@ class SlotsExhausted(Exception):
     """No slot is free now; retired slots become free when they are swept."""
 
 
-class Fill:
-    """The slots that a list fills; lookups find them once it is published."""
+class Fill(NamedTuple):
+    """The slots that a list fills, by tier; lookups find them once it is published."""
 
-    def __init__(self, group: int, tiers: list[str]) -> None:
-        self.group = group
-        self.tiers = tiers
-        self.slots: dict[str, int] = {}
+    group: int
+    slots: dict[str, int]
 
 
 class Directory(Numbers):
@@ -108,11 +106,11 @@ class Directory(Numbers):
                         other.group, [other.tier], [Run(run.change, other.tier, run.tags)], shared=True
                     )
             if run.change is Change.CLEAR:
-                self._clear(group, tiers, run.tier)
+                self._clear(group, run.tier)
                 continue
             slot = self._lookups.slot(group, run.tier)
             if slot is None:
-                slot = self._open(group, tiers, run.tier)
+                slot = self._open(group)
                 self.registry.publish(slot)
                 self._lookups.name(slot, group, run.tier)
             work.append((run.change, slot, run.tags))
@@ -124,12 +122,12 @@ class Directory(Numbers):
         else:
             self._submit(n_bytes, lambda: self._work(work), lambda outcome: self._worked(group, outcome))
 
-    def begin(self, group: int, tiers: list[str]) -> Fill:
+    def begin(self, group: int, tiers: Iterable[str]) -> Fill:
         """Open slots that no lookup finds yet, for a list. Raises SlotsExhausted."""
-        fill = Fill(group, tiers)
+        fill = Fill(group, {})
         try:
             for tier in tiers:
-                fill.slots[tier] = self._open(group, tiers, tier)
+                fill.slots[tier] = self._open(group)
         except SlotsExhausted:
             self.abandon(fill)
             raise
@@ -147,7 +145,7 @@ class Directory(Numbers):
 
     def publish(self, fill: Fill) -> asyncio.Future[str]:
         """Make lookups find the slots of a list. The awaited result is the reason of a failure, empty for none."""
-        old = {tier: self._lookups.slot(fill.group, tier) for tier in fill.tiers}
+        old = {tier: self._lookups.slot(fill.group, tier) for tier in fill.slots}
         for tier, slot in fill.slots.items():
             self._lookups.name(slot, fill.group, tier)
 
@@ -179,7 +177,14 @@ class Directory(Numbers):
             if tier not in tiers:
                 self._retire(self._lookups.unname(group, tier))
 
-    def restore_slots(self, group: int, tiers: list[str]) -> dict[str, int]:
+    def open_left_out(self) -> int:
+        """Open the slot for all placements of a snapshot that belong to none of its members. Raises SlotsExhausted.
+
+        It comes before `restore_slots`, since the members may need every other slot.
+        """
+        return self._open(0)
+
+    def restore_slots(self, group: int, tiers: Iterable[str]) -> dict[str, int]:
         """Open slots for a group of a snapshot, which `restore` fills. Raises SlotsExhausted."""
         fill = self.begin(group, tiers)
         for tier, slot in fill.slots.items():
@@ -187,14 +192,13 @@ class Directory(Numbers):
         return fill.slots
 
     def restore(
-        self, load: Callable[[array[int]], Future[int]], slot_of: Mapping[int, int]
+        self, load: Callable[[array[int]], Future[int]], slot_of: Mapping[int, int], left_out: int
     ) -> asyncio.Future[tuple[int, str]]:
         """Fill slots from a snapshot, by their numbers there. Lookups find them, and other changes begin, after that.
 
         `load` begins `Registry.restore` to the slots that it is given.  The awaited result: how many placements there
         are, and the reason of a failure, empty for none; after one the slots are retired.
         """
-        left_out = self._open(0, [""], "")
         slots = array("H", [left_out]) * 65_536
         for number, slot in slot_of.items():
             slots[number] = slot
@@ -241,9 +245,8 @@ class Directory(Numbers):
 
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _open(self, group: int, tiers: list[str], tier: str) -> int:
-        slot = self.registry.open_slot(group, rank=tiers.index(tier))
-        if slot is None:
+    def _open(self, group: int) -> int:
+        if (slot := self.registry.open_slot(group)) is None:
             raise SlotsExhausted
         return slot
 
@@ -255,12 +258,11 @@ class Directory(Numbers):
             self.registry.retire(slot)
             self._retired.set()
 
-    def _clear(self, group: int, tiers: list[str], tier: str) -> None:
+    def _clear(self, group: int, tier: str) -> None:
         """Empty a tier: give it a new slot, and retire the old one, in the order of the changes."""
         if self._lookups.slot(group, tier) is None:
             return
-        fill = Fill(group, [tier])
-        fill.slots[tier] = self._open(group, tiers, tier)
+        fill = self.begin(group, [tier])
 
         def done(future: asyncio.Future[str]) -> None:
             if not future.cancelled() and future.exception() is None and (wrong := future.result()):

@@ -95,12 +95,7 @@ class Lookups:
             self._unmark(before)
         self._slots[place] = slot
         (self._promisers if tier == PROMISED_TIER else self._places)[slot] = place
-        _mark(self._named, slot, tier != PROMISED_TIER)
-        _mark(self._shared, slot, tier in self._media.get(group, ()))
-        self._mark_given(group, tier)
-        if tier == "l1":
-            _mark(self._l1, slot, True)
-            _mark(self._readable, slot, group in self._readable_groups)
+        self._mark(slot, place)
 
     def unname(self, group: int, tier: str) -> int:
         """Take the name off the slot of a tier; returns the slot."""
@@ -115,20 +110,14 @@ class Lookups:
     def set_readable(self, group: int, readable: bool) -> None:
         """Set whether peers may be sent to this group's L1."""
         (self._readable_groups.add if readable else self._readable_groups.discard)(group)
-        slot = self.slot(group, "l1")
-        if slot is not None:
-            _mark(self._readable, slot, readable)
-        for tier in self.tiers(group):
-            self._mark_given(group, tier)
+        self._mark_all(group)
 
     def set_shared(self, group: int, media: Mapping[str, str]) -> None:
         """Set which tiers of a group have media that other groups share, by a word for each; none if it has gone."""
         self._media.pop(group, None)
         if media:
             self._media[group] = dict(media)
-        for tier in self.tiers(group):
-            _mark(self._shared, self._slots[Place(group, tier)], tier in media)
-            self._mark_given(group, tier)
+        self._mark_all(group)
 
     def sharers(self, group: int, tier: str) -> list[Place]:
         """The known tiers of other groups that share the medium of this one."""
@@ -148,18 +137,28 @@ class Lookups:
         """The slots of which an owner may be named: of L1, or of all tiers that are its own."""
         return self._given if on_disks else self._readable
 
-    def _mark_given(self, group: int, tier: str) -> None:
-        slot, is_readable = self._slots[Place(group, tier)], group in self._readable_groups
-        if tier == PROMISED_TIER:
-            _mark(self._promised, slot, is_readable)
-        else:
-            _mark(self._given, slot, is_readable and tier not in self._media.get(group, ()))
+    def _mark_all(self, group: int) -> None:
+        for place, slot in self._slots.items():
+            if place.group == group:
+                self._mark(slot, place)
+
+    def _mark(self, slot: int, place: Place) -> None:
+        """Set the slot's bits as its place says."""
+        group, tier = place
+        readable, shared = group in self._readable_groups, tier in self._media.get(group, ())
+        promised, l1 = tier == PROMISED_TIER, tier == "l1"
+        _set(self._named, slot, not promised)
+        _set(self._l1, slot, l1)
+        _set(self._shared, slot, shared)
+        _set(self._readable, slot, l1 and readable)
+        _set(self._given, slot, readable and not shared and not promised)
+        _set(self._promised, slot, promised and readable)
 
     def _unmark(self, slot: int) -> None:
         self._places.pop(slot, None)
         self._promisers.pop(slot, None)
         for mask in (self._readable, self._named, self._l1, self._shared, self._given, self._promised):
-            _mark(mask, slot, False)
+            _set(mask, slot, False)
 
     # --- lookups --------------------------------------------------------------------------------------------
 
@@ -191,7 +190,7 @@ class Lookups:
             except_group=except_group,
             best=best,
         )
-        return [Found(candidate.group, candidate.chunks) for candidate in found]
+        return [Found(*one) for one in found]
 
     async def longest_on_thread(
         self, tags: bytes, n_slices: int, except_group: int | None, best: int, *, on_disks: bool = False
@@ -209,16 +208,13 @@ class Lookups:
         """
         l1, named, shared = masks or (self._l1, self._named, self._shared)
         found: dict[int, Held] = {}
-        for one in self._registry.lookup_prefix(tags, n_slices=n_slices, allowed=named, best=MAX_HOLDERS):
-            found[one.group] = Held(anywhere=one.chunks)
-        for one in self._registry.lookup_prefix(tags, n_slices=n_slices, allowed=l1, best=MAX_HOLDERS):
-            anywhere = max(one.chunks, found.get(one.group, Held()).anywhere)
-            found[one.group] = Held(one.chunks, anywhere)
-        if self._media:
-            for one in self._registry.lookup_prefix(
-                tags, n_slices=n_slices, allowed=shared, best=MAX_HOLDERS
-            ):
-                found[one.group] = found.get(one.group, Held(anywhere=one.chunks))._replace(shared=one.chunks)
+        look = functools.partial(self._registry.lookup_prefix, tags, n_slices=n_slices, best=MAX_HOLDERS)
+        for group, n in look(allowed=named):
+            found[group] = Held(anywhere=n)
+        for group, n in look(allowed=l1):
+            found[group] = Held(n, max(n, found.get(group, Held()).anywhere))
+        for group, n in look(allowed=shared) if self._media else ():
+            found[group] = found.get(group, Held(anywhere=n))._replace(shared=n)
         return found
 
     async def held_on_thread(self, tags: bytes, n_slices: int) -> dict[int, Held]:
@@ -305,7 +301,7 @@ class Lookups:
         self._readers.shutdown(wait=True, cancel_futures=True)
 
 
-def _mark(mask: bytearray, slot: int, on: bool) -> None:
+def _set(mask: bytearray, slot: int, on: bool) -> None:
     if on:
         mask[slot >> 3] |= 1 << (slot & 7)
     else:

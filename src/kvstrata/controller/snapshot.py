@@ -139,10 +139,11 @@ class Snapshots(Numbers):
         except BadSnapshot as error:
             self._ignore(str(error))
             return
+        directory, path = self._cluster.directory, str(self._path.absolute())
+        left_out, load = directory.open_left_out(), directory.registry.restore
         slot_of = self._restore_members(document)
-        load, path = self._cluster.directory.registry.restore, str(self._path.absolute())
-        self._restored = self._cluster.directory.restore(
-            lambda slots: self._thread.submit(load, path, begin, end, slots), slot_of
+        self._restored = directory.restore(
+            lambda slots: self._thread.submit(load, path, begin, end, slots), slot_of, left_out
         )
 
     async def keep(self) -> None:

@@ -57,13 +57,13 @@ class RegistryMachine(RuleBasedStateMachine):
     def slots(self) -> list[int]:
         return sorted(self.oracle.state)
 
-    @rule(group=st.integers(0, GROUPS - 1), rank=st.integers(0, 2), publish=st.booleans())
-    def open_slot(self, group: int, rank: int, publish: bool) -> None:
-        slot = self.registry.open_slot(group, rank=rank)
+    @rule(group=st.integers(0, GROUPS - 1), publish=st.booleans())
+    def open_slot(self, group: int, publish: bool) -> None:
+        slot = self.registry.open_slot(group)
         if slot is None:
             assert len(self.oracle.state) == MAX_SLOTS
             return
-        self.oracle.open_slot(slot, group, rank)
+        self.oracle.open_slot(slot, group)
         if publish:
             self.registry.publish(slot)
             self.oracle.publish(slot, None)
@@ -144,15 +144,8 @@ class RegistryMachine(RuleBasedStateMachine):
             packed(tags), n_slices=n_slices, allowed=allowed, except_group=except_group, best=best
         )
         expected = self.oracle.lookup_prefix(tags, n_slices, counts)
-        assert [each.chunks for each in found] == sorted(expected.values(), reverse=True)[:best]
-        assert len({each.group for each in found}) == len(found)
-        for each in found:
-            assert expected[each.group] == each.chunks
-            assert len(each.slots) == each.chunks * n_slices
-            for tag, slot in zip(tags, each.slots, strict=False):
-                assert slot in self.oracle.holders(tag)
-                assert self.oracle.group[slot] == each.group
-                assert self.oracle.rank[slot] == self.oracle.best_slot(tag, each.group, counts)
+        assert [chunks for _, chunks in found] == sorted(expected.values(), reverse=True)[:best]
+        assert len(dict(found)) == len(found) and dict(found).items() <= expected.items()
 
     @rule(damage=st.integers(0, 2**30))
     def dump_and_restore(self, damage: int) -> None:
@@ -192,7 +185,7 @@ class RegistryMachine(RuleBasedStateMachine):
         rows = {row.slot: row for row in found_rows if row is not None}
         assert {slot: row.state for slot, row in rows.items()} == self.oracle.state
         for slot, row in rows.items():
-            assert (row.group, row.rank) == (self.oracle.group[slot], self.oracle.rank[slot])
+            assert row.group == self.oracle.group[slot]
             if row.state != "retired":
                 assert row.keys == len(self.oracle.tags[slot])
         usage = self.registry.usage()

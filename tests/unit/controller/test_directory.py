@@ -7,6 +7,7 @@ import threading
 from array import array
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,9 +16,10 @@ import pytest
 from kvstrata.cluster import follow
 from kvstrata.cluster.directory import Directory
 from kvstrata.cluster.follow import Follower
-from kvstrata.cluster.lookups import Found, Lookups
+from kvstrata.cluster.lookups import Found, Lookups, Place
 from kvstrata.config.controller_model import EtcdSettings
 from kvstrata.controller import etcd
+from kvstrata.controller.snapshot import Snapshots
 from kvstrata.native.core import Registry, RegistryError
 from kvstrata.rpc import cluster_wire as wire
 from kvstrata.rpc.cluster_wire import Change, Run
@@ -165,8 +167,9 @@ async def test_a_snapshot_is_found_whole_or_not_at_all_and_what_comes_meanwhile_
             registry.admit(slot_of[number], tags_of(range(3)))
         return loading
 
+    left_out = directory.open_left_out()
     slot = directory.restore_slots(7, ["l1"])["l1"]
-    restored = directory.restore(load, {9: slot})
+    restored = directory.restore(load, {9: slot}, left_out)
     directory.apply(7, ["l1"], [Run(Change.EVICT, "l1", tags_of([0]))])
     directory.apply(8, ["l1"], [Run(Change.ADMIT, "l1", tags_of([1]))])
     before = await lookups.holders(tags_of(range(3)))
@@ -180,3 +183,27 @@ async def test_a_snapshot_is_found_whole_or_not_at_all_and_what_comes_meanwhile_
     await until(lambda: not registry.usage().retired)
     sweeping.cancel()
     assert registry.usage().placements == sum(map(len, found))
+
+
+async def test_a_snapshot_whose_members_need_every_slot_is_restored_as_far_as_there_are_slots(
+    cluster, tmp_path: Path
+) -> None:
+    directory, loop = cluster.directory, asyncio.get_running_loop()
+    for name in "abc":
+        member = cluster.members.restore(register(name=name, tiers=["l1"]), KEY, now_s=0.0)
+        directory.apply(member.group, ["l1"], [Run(Change.ADMIT, "l1", tags_of([ord(name)]))])
+    written = Snapshots(loop, cluster, tmp_path, 60)
+    await written.open()
+    await written.write()
+    await written.close()
+    for member in cluster.members:
+        cluster.members.remove(member)
+    directory.registry = directory._lookups._registry = Registry(max_bytes=64 << 20, max_slots=3)
+    read = Snapshots(loop, cluster, tmp_path, 60)
+    await read.open()
+    assert await read._restored == (3, "")
+    assert await cluster.lookups.holders(tags_of(map(ord, "ab"))) == [
+        [Place(cluster.members.get(name).group, "l1")] for name in "ab"
+    ]
+    assert len(cluster.members) == 3 and not cluster.lookups.tiers(cluster.members.get("c").group)
+    await read.close()

@@ -302,7 +302,7 @@ def test_adapters_and_salts_are_apart() -> None:
 
 def held(seen: Seen, prompt: Prompt) -> int:
     found = seen.registry.lookup_prefix(tags_of(prompt.keys(SIZE)))
-    return found[0].chunks if found else 0
+    return found[0][1] if found else 0
 
 
 def test_events_of_other_media_are_left_out_and_a_restart_empties_the_cache() -> None:

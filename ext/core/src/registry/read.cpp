@@ -60,9 +60,9 @@ void Registry::lookup(TagSpan tags, std::vector<Slot>* holders,
 }
 
 std::vector<Candidate> Registry::lookup_prefix(TagSpan tags, const PrefixQuery& query) noexcept {
-  // The first `running` candidates are the groups that hold every key so far.
+  // The first `running` candidates are the groups that hold every key so far. Their `chunks` are
+  // keys, up to the end.
   std::vector<Candidate> candidates;
-  std::vector<std::uint8_t> ranks;  // of each candidate's last slot
   std::size_t running = 0;
   std::vector<Holder> holders;
   // By group: the index of its candidate + 1, or 0. Only used for more than kFewGroups groups.
@@ -91,12 +91,10 @@ std::vector<Candidate> Registry::lookup_prefix(TagSpan tags, const PrefixQuery& 
     for (const Holder& holder : holders) {
       if (!counts(holder)) continue;
       const auto group = static_cast<std::uint16_t>(holder.row >> 16);
-      const auto rank = static_cast<std::uint8_t>(holder.row >> 8);
       std::size_t mine = place(group, running);
       if (mine == ~std::size_t{0} && at == 0) {
         mine = running++;
-        candidates.push_back({.group = group, .chunks = 0, .slots = {}});
-        ranks.push_back(0);
+        candidates.push_back({.group = group, .chunks = 0});
         if (!place_of.empty()) {
           place_of[group] = static_cast<std::uint16_t>(running);
         } else if (running > kFewGroups) {
@@ -105,22 +103,12 @@ std::vector<Candidate> Registry::lookup_prefix(TagSpan tags, const PrefixQuery& 
             place_of[candidates[i].group] = static_cast<std::uint16_t>(i + 1);
         }
       }
-      if (mine >= running) continue;
-      std::vector<Slot>& slots = candidates[mine].slots;
-      if (slots.size() == at) {
-        if (at == 0) slots.reserve(std::min<std::size_t>(tags.size(), 64));
-        slots.push_back(holder.slot);
-        ranks[mine] = rank;
-      } else if (rank < ranks[mine]) {
-        slots.back() = holder.slot;
-        ranks[mine] = rank;
-      }
+      if (mine < running) candidates[mine].chunks = at + 1;
     }
     for (std::size_t i = running; i-- > 0;) {
-      if (candidates[i].slots.size() > at) continue;
+      if (candidates[i].chunks > at) continue;
       --running;
       std::swap(candidates[i], candidates[running]);
-      std::swap(ranks[i], ranks[running]);
       if (place_of.empty()) continue;
       place_of[candidates[i].group] = static_cast<std::uint16_t>(i + 1);
       place_of[candidates[running].group] = 0;
@@ -128,10 +116,8 @@ std::vector<Candidate> Registry::lookup_prefix(TagSpan tags, const PrefixQuery& 
     ++at;
     return running != 0;
   });
-  for (Candidate& each : candidates) {
-    each.chunks = each.slots.size() / query.n_slices;
-    each.slots.resize(each.chunks * query.n_slices);
-  }
+  for (Candidate& each : candidates)
+    each.chunks /= query.n_slices;
   std::erase_if(candidates, [](const Candidate& each) { return each.chunks == 0; });
   const std::size_t best = std::min(query.best, candidates.size());
   std::partial_sort(

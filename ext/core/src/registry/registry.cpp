@@ -29,10 +29,6 @@ constexpr std::uint64_t kAheadShare = 64;
 // The approximate memory of an entry of free_lines_.
 constexpr std::uint64_t kFreeLinesBytes = 64;
 
-std::uint32_t row_word(SlotState state, std::uint8_t rank, std::uint16_t group) {
-  return static_cast<std::uint32_t>(state) | std::uint32_t{rank} << 8 | std::uint32_t{group} << 16;
-}
-
 std::uint32_t with_state(std::uint32_t word, SlotState state) {
   return (word & ~0xFFu) | static_cast<std::uint32_t>(state);
 }
@@ -139,7 +135,7 @@ bool Registry::has_room_for(std::uint64_t line_bytes, std::uint64_t list_bytes) 
          used_lists_bytes_ + list_bytes <= kMaxListsBytes;
 }
 
-Slot Registry::open_slot(std::uint16_t group, std::uint8_t rank) noexcept {
+Slot Registry::open_slot(std::uint16_t group) noexcept {
   const std::lock_guard lock(slots_mutex_);
   Slot slot = kNoSlot;
   if (!free_slots_.empty()) {
@@ -150,7 +146,8 @@ Slot Registry::open_slot(std::uint16_t group, std::uint8_t rank) noexcept {
   } else {
     return kNoSlot;
   }
-  rows_[slot].store(row_word(SlotState::kHidden, rank, group), std::memory_order_release);
+  rows_[slot].store(with_state(std::uint32_t{group} << 16, SlotState::kHidden),
+                    std::memory_order_release);
   open_.fetch_add(1, std::memory_order_relaxed);
   return slot;
 }
@@ -194,7 +191,6 @@ SlotRow Registry::slot(Slot slot) noexcept {
   const std::uint32_t word = rows_[slot].load(std::memory_order_acquire);
   return {.slot = slot,
           .state = state_of(word),
-          .rank = static_cast<std::uint8_t>(word >> 8),
           .group = static_cast<std::uint16_t>(word >> 16),
           .keys = keys_[slot].load(std::memory_order_relaxed)};
 }

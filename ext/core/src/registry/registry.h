@@ -29,7 +29,7 @@
 // words themselves are loaded with acquire and stored with release, so no fence instructions are
 // needed. After kSpins failed attempts a reader takes a turn like a writer and reads in it.
 //
-// A reader loads a slot's row (state, group, rank) after the cell and before it checks the seqlock
+// A reader loads a slot's row (state, group) after the cell and before it checks the seqlock
 // again. A slot is reused only after its old cells were removed under the seqlock, so a reader
 // never returns a cell together with the row of the slot's next use.
 //
@@ -93,7 +93,6 @@ enum class SlotState : std::uint8_t { kFree = 0, kHidden = 1, kVisible = 2, kRet
 struct SlotRow {
   Slot slot = kNoSlot;
   SlotState state = SlotState::kFree;
-  std::uint8_t rank = 0;
   std::uint16_t group = 0;
   std::uint64_t keys = 0;
 };
@@ -110,7 +109,6 @@ struct PrefixQuery {
 struct Candidate {
   std::uint16_t group = 0;
   std::size_t chunks = 0;
-  std::vector<Slot> slots;  // for each key of the prefix, its holder of the lowest rank
 };
 
 struct RegistryUsage {
@@ -132,7 +130,7 @@ class Registry {
                        std::unique_ptr<Registry>* made) noexcept;
 
   // Returns a hidden slot, which the caller publishes or retires; kNoSlot if none is free.
-  Slot open_slot(std::uint16_t group, std::uint8_t rank) noexcept;
+  Slot open_slot(std::uint16_t group) noexcept;
   // Makes `slot` visible and retires `retired`, which may be kNoSlot. kNotFound: `slot` is not
   // hidden, or `retired` is neither hidden nor visible; nothing changes.
   Status publish(Slot slot, Slot retired) noexcept;
@@ -256,7 +254,7 @@ class Registry {
     std::uint32_t cell;
   };
 
-  // state | rank << 8 | group << 16. Kept apart from the counts of keys, so that the rows stay in
+  // state | group << 16. Kept apart from the counts of keys, so that the rows stay in
   // the cache.
   using Row = std::atomic<std::uint32_t>;
 

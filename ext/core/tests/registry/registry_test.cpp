@@ -85,7 +85,7 @@ std::uint64_t evict(Registry& registry, Slot slot, std::vector<Tag> tags) {
 }
 
 Slot open(Registry& registry, std::uint16_t group = 0) {
-  const Slot slot = registry.open_slot(group, 0);
+  const Slot slot = registry.open_slot(group);
   CHECK(slot != kNoSlot);
   CHECK(registry.publish(slot, kNoSlot).ok());
   return slot;
@@ -317,7 +317,7 @@ TEST(readers_never_see_a_placement_that_was_not_admitted) {
       tags.push_back(tag_of(instance, number));
     for (std::uint64_t number = 0; number < 16; ++number)
       tags.push_back(everybodys(number));
-    const Slot slot = registry->open_slot(static_cast<std::uint16_t>(instance), 0);
+    const Slot slot = registry->open_slot(static_cast<std::uint16_t>(instance));
     if (slot == kNoSlot) {  // none swept yet: change what is there
       std::uint64_t count = 0;
       for (std::uint32_t each = 0; each < kInstances; ++each) {

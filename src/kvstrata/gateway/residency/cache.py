@@ -214,7 +214,7 @@ class Cache:
                 more[name] = more.get(name, 0) + 1
             tags.append(key[:TAG])
         if self.slot is None:
-            self.slot = self._registry.open_slot(self.group, rank=0)
+            self.slot = self._registry.open_slot(self.group)
             if self.slot is None:
                 raise ValueError("no slot of the registry is free")
             self._registry.publish(self.slot)

@@ -55,10 +55,10 @@ class Index:
             tags, step = prompt.tags(size)
             if not tags:
                 continue
-            for one in self.registry.lookup_prefix(tags, allowed=self._mask, best=max(1, len(self.caches))):
-                found = self._numbers.get(one.group)
-                if found is not None:
-                    cached[found] = max(size * step * one.chunks, cached.get(found, 0))
+            best = max(1, len(self.caches))
+            for group, chunks in self.registry.lookup_prefix(tags, allowed=self._mask, best=best):
+                if (found := self._numbers.get(group)) is not None:
+                    cached[found] = max(size * step * chunks, cached.get(found, 0))
         return cached
 
     @property
