@@ -80,7 +80,7 @@ def joined(cluster: Cluster, told: wire.Register, key: str = KEY, *, confirmed: 
         listed_s=None, listing=False, list_anew=lambda reason: None,
     )  # fmt: skip
     member.follower = follower
-    cluster._following[member.group] = asyncio.ensure_future(asyncio.Event().wait())  # type: ignore[assignment]
+    cluster._followers._tasks[member.group] = asyncio.ensure_future(asyncio.Event().wait())  # type: ignore[assignment]
     cluster.lookups.set_readable(member.group, member.readable)
     cluster.lookups.set_shared(member.group, told.media)
     cluster.settle()

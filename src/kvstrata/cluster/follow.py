@@ -105,7 +105,8 @@ class Follower:
         self.list_took_s = 0.0
         self.listed_s: float | None = None
         """When the last list ended."""
-        self.tiers = [*tiers, PROMISED_TIER] if promises else list(tiers)
+        self.told_tiers = list(tiers)
+        self.tiers = [*tiers, PROMISED_TIER] if promises else self.told_tiers
         self._directory, self._group, self._listener, self._gate = directory, group, listener, lists
         self._incarnation = incarnation
         self._wait_s = min(beat_s / 2, MAX_WAIT_MS / 1000)

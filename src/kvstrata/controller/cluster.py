@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvstrata.clock import Clock
-from kvstrata.cluster.directory import Directory
-from kvstrata.cluster.follow import LISTS, Follower
-from kvstrata.cluster.lookups import Lookups
+from kvstrata.cluster.followers import Followers
 from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.controller.commands import COMMAND_TTL_S, MAX_WAITING, Command, Commands
 from kvstrata.controller.copies import Copies
@@ -30,7 +28,6 @@ from kvstrata.controller.orders import Orders
 from kvstrata.controller.planning import Planning
 from kvstrata.controller.ranking import Ranking
 from kvstrata.errors import ClusterFailure, NotLeading, Unavailable, UnreachableInstance
-from kvstrata.native.core import Registry
 from kvstrata.observability.numbers import Numbers, counter
 from kvstrata.patience import patience
 from kvstrata.process.supervisor import Supervisor
@@ -48,7 +45,7 @@ from kvstrata.rpc.cluster_wire import (
     Register,
 )
 from kvstrata.rpc.zmq_curve import ClusterKeys
-from kvstrata.rpc.zmq_link import AskLink, Links
+from kvstrata.rpc.zmq_link import AskLink
 from kvstrata.types import GB
 
 if TYPE_CHECKING:  # importing it needs the client library of etcd
@@ -74,7 +71,6 @@ class Cluster(Numbers):
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
         settings: ControllerSettings,
         clock: Clock,
         orders: Orders,
@@ -93,18 +89,18 @@ class Cluster(Numbers):
         self.epoch = epoch
         self.started_s = clock.monotonic_s()
         self.orders = orders
-        self._supervisor = supervisor
         self._own_keys = keys
-        self._links = Links(loop)
-        self._lists = asyncio.Semaphore(LISTS)
-        self._following: dict[int, asyncio.Task[None]] = {}
-        """By group: the task that follows the member."""
         self._resume: dict[int, int] = {}
         """By group: the cursor from which a member of the snapshot is followed on."""
         self.journal = Journal(clock, epoch * 1000)
-        registry = Registry(max_bytes=int(settings.directory.max_gb * GB))
-        self.lookups = Lookups(loop, registry)
-        self.directory = Directory(loop, registry, self.lookups, failed=self._change_failed)
+        self._followers = Followers(
+            supervisor,
+            max_bytes=int(settings.directory.max_gb * GB),
+            beat_s=settings.heartbeat_s,
+            promises=True,
+            failed=self._change_failed,
+        )
+        self.lookups, self.directory = self._followers.lookups, self._followers.directory
         self.leadership = Leadership(election, self.journal, retry_after_s=settings.etcd.ttl_s)
         self._outbox = Outbox()
         self.commands = Commands(epoch * 1000, lambda: self.leadership.proof, self._command_ended)
@@ -141,7 +137,6 @@ class Cluster(Numbers):
             link = self._link(told, key) if known else await self._reach(told, key)
             member = self.members.register(told, key, self._now())
             self.lookups.set_readable(member.group, member.readable)
-            self.lookups.set_shared(member.group, told.media)
             self._follow(member, link)
             link = None
         finally:
@@ -157,12 +152,7 @@ class Cluster(Numbers):
     # --- following ------------------------------------------------------------------------------------------
 
     def _link(self, told: Register, key: str) -> AskLink:
-        def changed(up: bool) -> None:
-            if not up:
-                link.fail_sent()
-
-        link = self._links.ask(told.control_endpoint, keys=self._own_keys.to(key), changed=changed)
-        return link
+        return self._followers.links.ask(told.control_endpoint, keys=self._own_keys.to(key), few=True)
 
     async def _reach(self, told: Register, key: str) -> AskLink:
         """A link to the control port of an instance, which has answered there. Raises UnreachableInstance."""
@@ -188,33 +178,10 @@ class Cluster(Numbers):
 
     def _follow(self, member: Member, link: AskLink) -> None:
         """Follow a member over this link from now on; where the directory knows it already, from there."""
-        before, cursor = member.follower, self._resume.pop(member.group, None)
-        if before is not None:
-            before.link.close()
-            if before.tiers[:-1] == member.told.tiers:
-                cursor = before.cursor
-        member.follower = follower = Follower(
-            link,
-            self.directory,
-            member.group,
-            _Heard(self, member),
-            self._lists,
-            incarnation=member.incarnation,
-            tiers=member.told.tiers,
-            promises=True,
-            beat_s=self.settings.heartbeat_s,
-            cursor=cursor,
-        )
-        task = self._following.pop(member.group, None)
-        if task is not None:
-            task.cancel()
-
-        async def run() -> None:
-            if cursor is not None:
-                await self.directory.idle()  # after a snapshot's placements, which its changes follow
-            await follower.run()
-
-        self._following[member.group] = self._supervisor.spawn(run(), f"follow-{member.id}")
+        member.follower = self._followers.follow(
+            member.group, member.told, link, _Heard(self, member),
+            before=member.follower, cursor=self._resume.pop(member.group, None),
+        )  # fmt: skip
 
     def cursors(self) -> dict[int, int]:
         """By group: the first change of each member in step that was not given to the directory."""
@@ -330,11 +297,8 @@ class Cluster(Numbers):
         outbox = self._outbox
         for member in outbox.forgotten:
             self.commands.end_all(member, f"{member.id} is no longer a member, or is dead")
-            if member.follower is not None:
-                member.follower.link.close()
-                self._following.pop(member.group).cancel()
+            self._followers.forget(member.group, member.follower)
             self._resume.pop(member.group, None)
-            self.directory.forget(member.group)
             self.ranking.forget_referred(member.id)
             self.copies.wake.set()
         for member in outbox.drained_otherwise:
@@ -346,11 +310,9 @@ class Cluster(Numbers):
             self.journal.say(news.kind, news.instance, **news.facts)
         outbox.clear()
 
-    def close(self) -> None:
-        """End the threads. The cluster must not be used afterwards."""
-        self._links.close()
-        self.directory.close()
-        self.lookups.close()
+    async def close(self) -> None:
+        """Follow nobody any more, and end the threads. The cluster must not be used afterwards."""
+        await self._followers.close()
 
     # --- inside ---------------------------------------------------------------------------------------------
 

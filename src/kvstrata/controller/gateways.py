@@ -12,20 +12,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvstrata.clock import Clock
-from kvstrata.controller import prompts
 from kvstrata.controller.instance_keys import InstanceKeys
-from kvstrata.controller.member import Member, MemberState
+from kvstrata.controller.member import MemberState
 from kvstrata.controller.members import Members
 from kvstrata.observability.numbers import Numbers, gauge
-from kvstrata.rpc.cluster_wire import (
-    MAX_TOLD_ADAPTERS,
-    MAX_TOLD_INSTANCES,
-    MAX_TOLD_KINDS,
-    GatewayBeat,
-    GatewayHeard,
-    KvKind,
-    Served,
-)
+from kvstrata.rpc.cluster_wire import MAX_TOLD_INSTANCES, GatewayBeat, GatewayHeard, Served
 
 MAX_GATEWAYS = 256
 KEPT_S = 600.0
@@ -67,31 +58,12 @@ class Gateways(Numbers):
         self._known.pop(told.gateway, None)
         self._known[told.gateway] = Gateway(told, host, self._clock.monotonic_s())
         self._forget()
-        kinds = prompts.kinds(self._members)[:MAX_TOLD_KINDS]
-        numbers: dict[str, int] = {}
-        """Of adapters, in the order in which the answer lists them."""
-        of: dict[str, dict[int, list[int]]] = {}
-        for number, kind in enumerate(kinds):
-            for instance, adapters in zip(kind.instances, kind.adapters, strict=True):
-                found = [numbers.setdefault(adapter, len(numbers)) for adapter in adapters]
-                of.setdefault(instance, {})[number] = [one for one in found if one < MAX_TOLD_ADAPTERS]
         served = [
-            _served(member, of.get(member.id, {}))
-            for member in self._members
-            if member.state in (MemberState.LIVE, MemberState.RESTORED)
+            Served(one.told, one.key, one.readable)
+            for one in self._members
+            if one.state in (MemberState.LIVE, MemberState.RESTORED)
         ]
-        told_kinds = [
-            KvKind(kind.layout, list(kind.slices), list(kind.spans), list(kind.record_bytes))
-            for kind in kinds
-        ]
-        return GatewayHeard(
-            told.seq,
-            epoch,
-            round(BEAT_S * 1_000),
-            told_kinds,
-            served[:MAX_TOLD_INSTANCES],
-            list(numbers)[:MAX_TOLD_ADAPTERS],
-        )
+        return GatewayHeard(told.seq, epoch, round(BEAT_S * 1_000), served[:MAX_TOLD_INSTANCES])
 
     def _forget(self) -> None:
         """Drop gateways that were silent for long, and the most silent ones of too many."""
@@ -101,22 +73,3 @@ class Gateways(Numbers):
             if first.heard_s >= oldest_s and len(self._known) <= MAX_GATEWAYS:
                 break
             del self._known[name]
-
-
-def _served(member: Member, adapters: dict[int, list[int]]) -> Served:
-    """`adapters`: numbers of adapters by the number of the kind of KV."""
-    told = member.told
-    return Served(
-        member.id,
-        list(adapters),
-        member.engines,
-        told.gives_to_peers,
-        member.readable,
-        member.rates,
-        told.control_endpoint,
-        member.key,
-        told.incarnation,
-        told.tiers,
-        told.media,
-        list(adapters.values()),
-    )

@@ -188,7 +188,6 @@ class Controller(Process):
         name = settings.name or NOT_IN_A_NAME.sub("-", f"{platform.node()}-{port_number}")[:64]
         election = make_election(settings, name, clock, url)
         self._cluster = cluster = Cluster(
-            loop,
             settings,
             clock,
             Orders(election.write if election is not None else None),
@@ -200,7 +199,7 @@ class Controller(Process):
             listed=lambda: keys.now().listed if keys is not None else None,
         )
         # The cluster is closed after the port, so that no frame reaches a closed cluster.
-        self.closers.insert(-1, soon(cluster.close))
+        self.closers.insert(-1, cluster.close)
         folder = snapshot_dir(settings, listener.port, os.environ)
         # A free port differs at each start, so the next start would not find a snapshot that is named after it.
         if folder is not None and (settings.http.port or settings.directory.snapshot_dir):
@@ -242,7 +241,6 @@ class Controller(Process):
         self.supervisor.spawn(cluster.keep_orders(), "orders")
         self.supervisor.spawn(cluster.planning.keep(), "plan")
         self.supervisor.spawn(cluster.copies.keep(), "copies")
-        self.supervisor.spawn(cluster.directory.keep_swept(), "sweep")
         if self._snapshots is not None:
             self.supervisor.spawn(self._snapshots.keep(), "snapshots")
         self.supervisor.spawn(port.serve(listener), "http")

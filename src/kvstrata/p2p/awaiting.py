@@ -186,10 +186,4 @@ class AwaitedPeers:
 
     def _linked(self, entry: Owner) -> AskLink:
         links, keys, _, _ = self._opened()
-
-        def changed(up: bool) -> None:
-            if not up:
-                link.fail_sent()
-
-        link = links.ask(entry.peer_endpoint, keys=keys.to(entry.peer_key), changed=changed)
-        return link
+        return links.ask(entry.peer_endpoint, keys=keys.to(entry.peer_key), few=True)

@@ -53,7 +53,7 @@ MAX_ADAPTER_CHARS = 1_024
 """Those with longer names are left out."""
 AdapterName = Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS)]
 EngineUrl = Annotated[str, Meta(max_length=256, pattern=ENGINE_URL)]
-CLUSTER_PROTOCOL_VERSION = 13
+CLUSTER_PROTOCOL_VERSION = 14
 MAX_CLUSTER_MESSAGE_BYTES = 4 << 20
 MAX_PEER_KEYS = 4_096
 """Keys in one command, or single keys in one Where."""
@@ -75,10 +75,9 @@ MAX_METADATA_BYTES = 1 << 20
 MAX_SHARED, MAX_ASKED_ENDS = 16, 256
 """Prefixes in one answer to AskShared, and those that one names."""
 MAX_TOLD_INSTANCES = 1_024
-MAX_TOLD_KINDS = 256
-MAX_TOLD_ADAPTERS = 4_096
+"""Instances in the answer to one heartbeat of a gateway."""
 MAX_RATED, MAX_SHAPES = 4_096, 4_096
-"""Instances, kinds of KV and adapters in the answer to one heartbeat of a gateway."""
+"""Engines and shapes of requests in one heartbeat of a gateway."""
 ClusterId = Annotated[int, Meta(ge=0, le=MAX_CLUSTER_ID)]
 Incarnation = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 PublicKey = Annotated[str, Meta(min_length=40, max_length=40)]
@@ -591,8 +590,8 @@ class Awaited(ClusterReply, frozen=True, tag="await"):
 
 # --- gateways ----------------------------------------------------------------------------------------------
 #
-# A gateway sends a GatewayBeat now and then.  Its answer names the kinds of KV, from which the gateway derives the keys
-# of a prompt's chunks, and which engines belong to which instance.  The gateway follows these instances itself.
+# A gateway sends a GatewayBeat now and then.  Its answer names the instances, which the gateway follows itself.  Their
+# conditions tell it the kinds of KV, from which it derives the keys of a prompt's chunks, and which engines they have.
 
 
 Role = Literal["both", "prefill", "decode"]
@@ -649,34 +648,18 @@ class GatewayBeat(ClusterRequest, frozen=True, tag="gateway_beat"):
 class Served(msgspec.Struct, array_like=True, frozen=True):
     """An instance, as gateways need to know it."""
 
-    instance: str
-    kinds: list[int]
-    """Of its engines: positions in the answer's list."""
-    engines: list[str]
-    """URLs of its engines, as far as they tell."""
-    reads_peers: bool
-    gives_to_peers: bool
-    rates: list[TierRate]
-    control_endpoint: Endpoint
+    told: Register
     key: PublicKey
     """Public key with which the instance has registered; gateways connect only to a process that has its secret key."""
-    incarnation: int
-    tiers: Annotated[list[TierName], Meta(min_length=1, max_length=1 + MAX_L2_ADAPTERS)]
-    media: Annotated[dict[TierName, Medium], Meta(max_length=MAX_L2_ADAPTERS)] = {}
-    """As in Register."""
-    adapters: list[list[int]] = []
-    """For each of `kinds` the adapters of KvKind: positions in the answer's list."""
+    readable: bool
+    """Peers may be sent to it."""
 
 
 class GatewayHeard(ClusterReply, frozen=True, tag="gateway_beat"):
-    """What the controller knows of instances and their engines."""
+    """The instances that the controller knows."""
 
     beat_ms: int
-    kinds: list[KvKind]
-    """Without adapters."""
-    instances: list[Served]
-    adapters: list[AdapterName] = msgspec.field(default_factory=list)
-    """At most MAX_TOLD_ADAPTERS."""
+    instances: Annotated[list[Served], Meta(max_length=MAX_TOLD_INSTANCES)]
 
 
 ToController = Register | Goodbye | Where | GatewayBeat

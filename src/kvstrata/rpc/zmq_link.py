@@ -74,16 +74,19 @@ class Links:
         endpoint: str,
         *,
         keys: ClusterKeys | None = None,
+        few: bool = False,
         changed: Callable[[bool], None] | None = None,
         refused: Callable[[], None] | None = None,
     ) -> AskLink:
         """Open a link for questions to `endpoint`, whose process may be absent.
 
+        `few`: fewer than QUEUE_MESSAGES are asked at a time, so a socket that takes no message has lost its connection,
+        and what was sent over it ends with Unavailable.
         `changed` gets True for each new connection, which may lead to another process than the
         last one, and False when it ends.  `refused` is called for each connection that the other side ends in the
         handshake, as it does if the keys do not fit.  Raises Unavailable if libzmq refuses the endpoint.
         """
-        link = AskLink(self._loop, self._socket(zmq.DEALER, endpoint, keys), changed, refused)
+        link = AskLink(self._loop, self._socket(zmq.DEALER, endpoint, keys), changed, refused, few=few)
         self._connect(link, endpoint)
         return link
 
@@ -205,8 +208,10 @@ class AskLink(_Link):
         link: zmq.Socket[bytes],
         changed: Callable[[bool], None] | None,
         refused: Callable[[], None] | None,
+        *,
+        few: bool,
     ) -> None:
-        self._changed = changed
+        self._changed, self._few = changed, few
         self._watch: zmq.Socket[bytes] | None = None
         """The socket on which libzmq reports handshakes that fail."""
         if refused is not None:
@@ -256,8 +261,7 @@ class AskLink(_Link):
             raise Unavailable(f"{self.endpoint} answered {type(reply).__name__} for {answer.__name__}")
         return reply
 
-    def fail_sent(self) -> None:
-        """End the questions that were sent with Unavailable: their connection has ended, and no answer will come."""
+    def _fail_sent(self) -> None:
         for seq, outcome in self._open.items():
             if seq not in self._unsent and not outcome.done():
                 outcome.set_exception(
@@ -278,6 +282,8 @@ class AskLink(_Link):
     def _turn(self, events: int) -> bool:
         if bool(events & zmq.POLLOUT) != self._up:
             self._up = not self._up
+            if self._few and not self._up:
+                self._fail_sent()
             if self._changed is not None:
                 self._changed(self._up)
         while self._unsent and events & zmq.POLLOUT:

@@ -78,7 +78,7 @@ class Scene:
 
     async def page(self) -> dict[str, Any]:
         rows = (await self.gateway.status(self.session))["controllers"]
-        return dict(rows[0]) if rows else {"connected": False}
+        return dict(rows[0]) if rows else {"member": False}
 
     async def until_told(self, count: int = 2) -> None:
         """Wait until the gateway knows all instances and their engines."""
@@ -86,8 +86,10 @@ class Scene:
         async def told() -> bool:
             row = await self.page()
             followed = (await self.gateway.status(self.session))["followed"]
-            in_step = sum(one["in_step"] for one in followed)
-            return bool(row["connected"] and row["engines"] == count == row["instances"] == in_step)
+            in_step = sum(
+                one["in_step"] and len(one["engines"]) == len(one["models"]) == 1 for one in followed
+            )
+            return bool(row["member"] and in_step == count == len(followed))
 
         await eventually_async("the gateway knows the instances", told)
 
@@ -219,7 +221,7 @@ async def other_keys_are_told_nothing(scene: Scene, tmp_path: Path) -> None:
         scene.gateway, before = stranger, scene.gateway
         for number in range(10):
             assert not await scene.known(tokens, f"other-keys-{number}")
-        assert not (await scene.page())["connected"]
+        assert not (await scene.page())["member"]
         assert [row["name"] for row in scene.cluster.controller.ask("/v1/cluster")["gateways"]] == ["gw"]
         scene.gateway = before
     finally:

@@ -40,7 +40,6 @@ def listed() -> dict[str, tuple[str, ...]]:
 async def cluster(clock: Clock, listed: dict[str, tuple[str, ...]]) -> AsyncIterator[Cluster]:
     loop = asyncio.get_running_loop()
     made = Cluster(
-        loop,
         ControllerSettings(),
         clock,
         Orders(),
@@ -51,8 +50,6 @@ async def cluster(clock: Clock, listed: dict[str, tuple[str, ...]]) -> AsyncIter
         listed=lambda: listed,
     )
     yield made
-    for task in made._following.values():
-        task.cancel()
     for member in made.members:
         made.commands.end_all(member, "the test ends")
-    made.close()
+    await made.close()

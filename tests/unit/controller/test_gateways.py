@@ -9,21 +9,14 @@ import pytest
 from kvstrata.controller import gateways
 from kvstrata.controller.cluster import Cluster
 from kvstrata.errors import NotPermitted
-from kvstrata.rpc.cluster_wire import (
-    ANSWERS,
-    MAX_TOLD_ADAPTERS,
-    GatewayBeat,
-    KvKind,
-    encode,
-)
-from kvstrata.types import LayoutIdentity
+from kvstrata.rpc.cluster_wire import ANSWERS, GatewayBeat, encode
 from tests.harness.known_members import KEY, joined
 from tests.unit.controller.member_messages import register
 
 
 @pytest.fixture
 def listed() -> dict[str, tuple[str, ...]]:
-    return {KEY: ("gw-*", "a", "b", "c"), "other": ("other",)}
+    return {KEY: ("gw-*", "a", "b"), "other": ("other",)}
 
 
 async def join(cluster: Cluster, name: str) -> None:
@@ -34,32 +27,16 @@ def beat(name: str = "gw-1") -> GatewayBeat:
     return GatewayBeat(1, name, "1", 8090, "ttft", 2, 2, 0, 0)
 
 
-async def test_gateways_are_told_which_adapters_each_instance_has(cluster: Cluster) -> None:
-    layout = LayoutIdentity(model="m", kv_dtype="bfloat16", chunk_tokens=16)
-    other = LayoutIdentity(model="n", kv_dtype="bfloat16", chunk_tokens=16)
-    for name, adapters in (("a", ["x", "y"]), ("b", ["y"]), ("c", [])):
+async def test_gateways_are_told_what_followers_of_instances_need(cluster: Cluster) -> None:
+    for name in ("a", "b"):
         await join(cluster, name)
-        (member,) = (one for one in cluster.members if one.id == name)
-        member.models = [KvKind(layout, [b"s" * 32], [], [], adapters)]
-        if name == "b":
-            member.models.append(KvKind(other, [b"s" * 32], [], [], ["z"]))
+    await cluster.orders.drain("b", True)
     answer = cluster.gateways.beat(beat(), KEY, "10.0.0.9", 7)
-    one = answer.instances[0]
-    assert (one.control_endpoint, one.key, one.incarnation) == ("tcp://h:1", KEY, 1)
-    assert (one.tiers, one.media) == (["l1", "disk"], {})
-    found = {
-        one.instance: [[answer.adapters[at] for at in of_kind] for of_kind in one.adapters]
-        for one in answer.instances
-    }
-    assert found == {"a": [["x", "y"]], "b": [["y"], ["z"]], "c": [[]]}
-    assert sorted(answer.adapters) == ["x", "y", "z"] and not any(kind.adapters for kind in answer.kinds)
+    assert [(one.told, one.key, one.readable) for one in answer.instances] == [
+        (register(1, name, tiers=["l1", "disk"]), KEY, readable)
+        for name, readable in (("a", True), ("b", False))
+    ]
     assert ANSWERS.decode(encode(answer)) == answer
-    member.models = [KvKind(layout, [b"s" * 32], [], [], [f"{n}" for n in range(5_000)])]
-    answer = cluster.gateways.beat(beat(), KEY, "10.0.0.9", 7)
-    assert len(answer.adapters) == MAX_TOLD_ADAPTERS
-    assert (
-        max(at for one in answer.instances for of_kind in one.adapters for at in of_kind) < MAX_TOLD_ADAPTERS
-    )
 
 
 async def test_a_gateway_needs_a_name_that_is_listed_for_its_key(cluster: Cluster) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 from kvstrata.cluster.lookups import Held
 from kvstrata.gateway.choosing import Choosing, Wanted
 from kvstrata.gateway.controllers.asking import _At, copies_of
-from kvstrata.gateway.controllers.directory import Directory
-from kvstrata.gateway.controllers.following import Holding
+from kvstrata.gateway.controllers.following import Followed, Holding
+from kvstrata.gateway.controllers.kinds import Kind, adapter_of, served_as
 from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.fleet import Fleet, Place, ServingEngine
 from kvstrata.gateway.metering import Meters
@@ -21,25 +22,18 @@ from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.routing.choose import POLICIES
 from kvstrata.gateway.routing.model import Copy
 from kvstrata.gateway.routing.rates import PrefillRates
-from kvstrata.rpc.cluster_wire import GatewayHeard, KvKind, Served
+from kvstrata.rpc.cluster_wire import KvKind, Served
 from kvstrata.types import LayoutIdentity, canonical_json
 from tests.harness.amount import amount
+from tests.unit.controller.member_messages import register
 
 LAYOUT = LayoutIdentity(model="m", kv_dtype="bfloat16", chunk_tokens=16)
 SLICE = b"s" * 32
 
 
-def told(*instances: Served, kinds: list[KvKind] | None = None) -> Directory:
-    found = [KvKind(LAYOUT, [SLICE], [0], [1_600])] if kinds is None else kinds
-    return Directory(GatewayHeard(1, 1, 2_000, found, list(instances)))
-
-
-def served(
-    name: str, *engines: str, kinds: tuple[int, ...] = (0,), peers: bool = True, **more: Any
-) -> Served:
-    rates = more.get("rates", [])
-    gives = more.get("gives", peers)
-    return Served(name, list(kinds), list(engines), peers, gives, rates, "tcp://h:1", "k" * 40, 1, ["l1"])
+def followed(name: str, *, peers: bool = True) -> Followed:
+    told = register(1, name, tiers=["l1"], gives_to_peers=peers)
+    return Followed(Served(told, "k" * 40, peers), 0, lambda: 0.0, lambda: None)
 
 
 def engine(port: int, instance: str = "") -> ServingEngine:
@@ -56,8 +50,16 @@ def test_nothing_is_asked_for_a_kind_whose_keys_cannot_be_derived() -> None:
         KvKind(LAYOUT, [b"short"]),
         KvKind(LAYOUT, [SLICE], [7]),
     ):
-        directory = told(served("a", kinds=(0, 5, -1)), kinds=[wrong])
-        assert directory.kind(directory.instances["a"], ["m"]) is None
+        assert served_as([wrong], ["m"]) is None
+        good = KvKind(LAYOUT, [SLICE])
+        assert served_as([wrong, good], ["other"]) == (Kind(LAYOUT, (SLICE,)), good)
+
+
+def test_of_several_kinds_that_of_the_model_counts() -> None:
+    kinds = [KvKind(msgspec.structs.replace(LAYOUT, model=name), [SLICE]) for name in ("m", "n")]
+    for names, found in ((["org/n"], kinds[1]), (["m"], kinds[0]), (["m", "n"], None), (["x"], None)):
+        served = served_as(kinds, names)
+        assert (served[1] if served else None) == found
 
 
 OLD, NEW = (canonical_json(["sql", content]).decode() for content in ("old", "new"))
@@ -66,25 +68,17 @@ REPLACED_NEW = canonical_json(["weights", "7", NEW]).decode()
 
 
 def test_the_newest_adapter_of_a_name_counts() -> None:
-    for adapters, at, lora, found in (
-        ([NEW, OLD], [0, 1], "sql", NEW),
-        ([NEW, OLD], [1, 0], "sql", OLD),
-        ([NEW], [0], "other", None),
-        ([NEW], [0], "", ""),
-        (["", REPLACED], [1, 0], "", REPLACED),
-        ([NEW, REPLACED_NEW], [1, 0], "sql", REPLACED_NEW),
-        ([], [], "sql", None),
-        ([NEW], [7, -1], "sql", None),
-        (
-            ["sql", "[1,2]", '["sql"]', "{", '["weights","7","{"]', '["weights",7,""]'],
-            [0, 1, 2, 3, 4, 5],
-            "sql",
-            None,
-        ),
+    for adapters, lora, found in (
+        ([NEW, OLD], "sql", NEW),
+        ([OLD, NEW], "sql", OLD),
+        ([NEW], "other", None),
+        ([NEW], "", ""),
+        ([REPLACED, ""], "", REPLACED),
+        ([REPLACED_NEW, NEW], "sql", REPLACED_NEW),
+        ([], "sql", None),
+        (["sql", "[1,2]", '["sql"]', "{", '["weights","7","{"]', '["weights",7,""]'], "sql", None),
     ):
-        one = Served("a", [0], [], True, True, [], "", "k" * 40, 1, ["l1"], {}, [at])
-        directory = Directory(GatewayHeard(1, 1, 2_000, [KvKind(LAYOUT, [SLICE])], [one], adapters))
-        assert directory.adapter(one, 0, lora) == found
+        assert adapter_of(KvKind(LAYOUT, [SLICE], adapters=adapters), lora) == found
 
 
 NESTED = st.recursive(
@@ -94,10 +88,8 @@ NESTED = st.recursive(
 
 @given(NESTED)
 @settings(max_examples=amount(20, 100))
-def test_no_text_of_an_adapter_breaks_the_directory(adapter: str) -> None:
-    one = Served("a", [0], [], True, True, [], "", "k" * 40, 1, ["l1"], {}, [[0]])
-    directory = Directory(GatewayHeard(1, 1, 2_000, [KvKind(LAYOUT, [SLICE])], [one], [adapter]))
-    assert directory.adapter(one, 0, "") in ("", adapter)
+def test_no_text_of_an_adapter_breaks_the_choice(adapter: str) -> None:
+    assert adapter_of(KvKind(LAYOUT, [SLICE], adapters=[adapter]), "") in ("", adapter)
 
 
 COUNTS = st.integers(0, 1 << 40)
@@ -114,11 +106,11 @@ COUNTS = st.integers(0, 1 << 40)
 def test_no_answer_promises_more_than_was_asked_for(
     rows: list[tuple[str, tuple[int, int, int], int]], most: int
 ) -> None:
-    directory = told(served("a"), served("b", peers=False), served("c"), served("x"))
-    at = [_At(engine(n, name), directory.instances[name]) for n, name in enumerate("abc")]
-    holdings = [Holding(directory.instances[name], Held(*held), ms) for name, held, ms in rows]
+    instances = {name: followed(name, peers=name != "b") for name in "abcx"}
+    at = [_At(engine(n, name), instances[name]) for n, name in enumerate("abc")]
+    holdings = [Holding(instances[name], Held(*held), ms) for name, held, ms in rows]
     copies = copies_of(at, holdings, 16, most)
-    of = {row.served.instance: row for row in holdings}
+    of = {row.of.told.instance: row for row in holdings}
     for copy in copies:
         assert 0 < copy.tokens <= 16 * most and copy.source in of
         assert (copy.certainty == "exact") == (not of[copy.source].unconfirmed_ms)
@@ -129,9 +121,8 @@ def test_no_answer_promises_more_than_was_asked_for(
 
 
 def test_one_copy_stands_for_all_if_every_engine_reads_peers() -> None:
-    directory = told(served("a"), served("b"), served("c"))
-    at = [_At(engine(n, name), directory.instances[name]) for n, name in enumerate("abc")]
-    holdings = [Holding(directory.instances["a"], Held(5, 5))]
+    at = [_At(engine(n, name), followed(name)) for n, name in enumerate("abc")]
+    holdings = [Holding(at[0].of, Held(5, 5))]
     peers = [one for one in copies_of(at, holdings, 16, 8, 3) if one.tier == "peer"]
     assert [(one.engine, one.tokens, one.source) for one in peers] == [("", 80, "a")]
     for n_targets in (0, 4):

@@ -17,6 +17,7 @@ from kvstrata.rpc.cluster_wire import Change, Run, Served
 from kvstrata.rpc.zmq_curve import open_keys
 from tests.harness.cluster_instance import tags_of
 from tests.harness.waiting import until
+from tests.unit.controller.member_messages import register
 
 CHUNKS = tags_of(range(8))
 
@@ -29,6 +30,7 @@ class Instance:
         self.runs: list[Run] = []
         self.silent = False
         self.closed = False
+        self.condition: wire.Condition | None = None
 
     async def ask(self, request: Any, answer: Any, timeout_s: float) -> Any:
         if self.silent:
@@ -37,16 +39,17 @@ class Instance:
             return wire.Listed(1, 1, 0, self.held.get(request.tier, b""))
         await asyncio.sleep(0.001)
         runs = self.runs[request.cursor :] if request.cursor >= 0 else []
-        return wire.Changed(1, 1, len(self.runs), runs)
+        return wire.Changed(1, 1, len(self.runs), runs, self.condition if request.condition else None)
 
     def close(self) -> None:
         self.closed = True
 
 
 def served(name: str, tiers: tuple[str, ...] = ("l1", "disk"), incarnation: int = 1, **media: str) -> Served:
-    return Served(
-        name, [], [], True, True, [], f"tcp://{name}:1", "k" * 40, incarnation, list(tiers), dict(media)
+    told = register(
+        incarnation, name, tiers=list(tiers), media=dict(media), control_endpoint=f"tcp://{name}:1"
     )
+    return Served(told, "k" * 40, True)
 
 
 @pytest.fixture
@@ -64,8 +67,8 @@ async def made(now: list[float], instances: dict[str, Instance]) -> AsyncIterato
     def link(endpoint: str, **_: Any) -> Instance:
         return instances[endpoint.removeprefix("tcp://").removesuffix(":1")]
 
-    links: Any = SimpleNamespace(ask=link)
-    made = Following(links, Supervisor(asyncio.get_running_loop()), lambda: now[0])
+    made = Following(Supervisor(asyncio.get_running_loop()), lambda: now[0], lambda: None)
+    made.links = SimpleNamespace(ask=link)  # type: ignore[assignment]
     yield made
     await made.close()
 
@@ -73,12 +76,14 @@ async def made(now: list[float], instances: dict[str, Instance]) -> AsyncIterato
 async def follow(made: Following, *told: Served) -> None:
     made.follow(told, open_keys())
     await until(
-        lambda: all(one["in_step"] for one in made.page() if one["instance"] in {t.instance for t in told})
+        lambda: all(
+            one["in_step"] for one in made.page() if one["instance"] in {t.told.instance for t in told}
+        )
     )
 
 
 def rows(holdings: list[Holding]) -> list[tuple[str, int, int]]:
-    return sorted((one.served.instance, one.chunks.in_l1, one.chunks.anywhere) for one in holdings)
+    return sorted((one.of.told.instance, one.chunks.in_l1, one.chunks.anywhere) for one in holdings)
 
 
 async def test_l1_and_what_l2_adds_are_told_apart_and_only_whole_chunks_count(made, instances):
@@ -110,7 +115,7 @@ async def test_an_instance_that_is_silent_counts_no_more_after_a_while(made, ins
     instances["a"].silent = True
     await asyncio.sleep(0.01)
     now[0] += following.STALE_S - 1
-    assert [one.served.instance for one in await made.held(CHUNKS, 1)] == ["a"]
+    assert [one.of.told.instance for one in await made.held(CHUNKS, 1)] == ["a"]
     now[0] += 2
     assert await made.held(CHUNKS, 1) == []
 
@@ -120,7 +125,7 @@ async def test_who_is_not_named_any_more_is_followed_while_it_answers(made, inst
     instances["a"], instances["b"] = Instance(l1=CHUNKS), Instance(l1=CHUNKS)
     await follow(made, served("a"), served("b"))
     made.follow([served("b")], open_keys())
-    assert {one.served.instance for one in await made.held(CHUNKS, 1)} == {"a", "b"}
+    assert {one.of.told.instance for one in await made.held(CHUNKS, 1)} == {"a", "b"}
     instances["a"].silent = True
     await asyncio.sleep(0.01)
     now[0] += following.STALE_S + 1

@@ -16,11 +16,12 @@ from kvstrata.errors import ClusterFailure, NotPermitted, Refused, Unavailable
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc import cluster_wire
 from kvstrata.rpc.cluster_wire import Clear, Do, Freeze, Goodbye, Operation, Register
-from kvstrata.server.cluster import link as link_module
+from kvstrata.server.cluster import membership
 from kvstrata.server.cluster.commands import MAX_DOING, Actions
-from kvstrata.server.cluster.link import Advertised, ControllerLink
+from kvstrata.server.cluster.membership import Membership
 from tests.harness.instance_in_process import InstanceInProcess
 from tests.harness.virtual import VirtualLoop
+from tests.unit.controller.member_messages import register
 
 pytestmark = pytest.mark.usefixtures("patience_of_production")
 
@@ -58,7 +59,7 @@ class Controller:
         def link(url: str, *, changed: Callable[[bool], None], **_: Any) -> Any:
             self.connections += 1
             self.changed = changed
-            return SimpleNamespace(ask=ask, close=lambda: None, fail_sent=lambda: None)
+            return SimpleNamespace(ask=ask, close=lambda: None)
 
         return SimpleNamespace(ask=link, close=lambda: None)
 
@@ -73,25 +74,27 @@ class Member:
         self.loop = VirtualLoop()
         self.instance = InstanceInProcess(16 << 20, loop=self.loop)
         self.supervisor = Supervisor(self.loop)
-        patch.setattr(link_module, "Links", lambda loop: controller.links())
+        patch.setattr(membership, "Links", lambda loop: controller.links())
         self.tiers = ["l1"]
-        parts = SimpleNamespace(
-            facts=self.instance.parts.facts, pool=self.instance.pool, supervisor=self.supervisor
+        parts: Any = SimpleNamespace(loop=self.loop, supervisor=self.supervisor)
+        keys: Any = SimpleNamespace(own=None, refused_why="")
+        held: Any = SimpleNamespace(
+            tiers=lambda: list(self.tiers), media=dict, start=lambda: None, stop=lambda: asyncio.sleep(0)
         )
-        held = SimpleNamespace(tiers=lambda: list(self.tiers), media=dict)
+        others: Any = SimpleNamespace(drain=lambda on: None, thaw=lambda: None)
 
-        async def made() -> ControllerLink:
-            keys: Any = SimpleNamespace(own=None, refused_why="")
-            advertised = Advertised("tcp://h:1", True, "", "", "")
-            return ControllerLink("tcp://c:1", keys, cast(Any, parts), advertised, cast(Any, held))
+        async def made() -> Membership:
+            return Membership(register(), keys, ["tcp://c:1"], parts, held, others, others)
 
-        self.link = self.loop.run_until_complete(made())
+        self.membership = self.loop.run_until_complete(made())
+        self.start, self.stop = self.membership.start, self.membership.stop
+        [self.link] = self.membership._links
 
     def passes(self, seconds: float) -> None:
         self.loop.run_until_complete(asyncio.sleep(seconds))
 
     def close(self) -> None:
-        self.loop.run_until_complete(self.link.stop())
+        self.loop.run_until_complete(self.stop())
         self.loop.run_until_complete(self.supervisor.stop())
         self.instance.close()
 
@@ -105,7 +108,7 @@ def controller() -> Controller:
 def member(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> Iterator[Member]:
     made = Member(controller, monkeypatch)
     made.loop.run_until_complete(asyncio.sleep(0))
-    made.loop.call_soon(made.link.start)
+    made.loop.call_soon(made.start)
     made.passes(0.1)
     yield made
     made.close()
@@ -149,14 +152,14 @@ def test_after_three_silent_beats_the_link_is_made_anew_and_the_log_says_so_once
 def test_a_refused_registration_is_tried_again(controller, monkeypatch):
     controller.failures = ["instance_id_taken", "unreachable_instance"]
     made = Member(controller, monkeypatch)
-    made.loop.call_soon(made.link.start)
+    made.loop.call_soon(made.start)
     made.passes(5.0)
     assert made.link.member and len(controller.asked_for(Register)) == 3
     made.close()
 
 
 def test_a_member_that_stops_says_goodbye_first(controller, member):
-    member.loop.run_until_complete(member.link.stop())
+    member.loop.run_until_complete(member.stop())
     [told] = controller.asked_for(Goodbye)
     assert told.instance == controller.asked_for(Register)[0].instance
 

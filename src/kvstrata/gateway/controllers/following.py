@@ -1,4 +1,4 @@
-"""The instances that this gateway follows, and what they hold of a prompt (cluster/follow.py, cluster/directory.py).
+"""The instances that this gateway follows, and what they hold of a prompt (cluster/followers.py).
 
 1. The followed instances are those that a controller named last; each is followed at its own control port, also while
    no controller answers.  One that no controller names any more is followed as long as it answers: a controller that
@@ -12,21 +12,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from kvstrata.cluster.directory import Directory
-from kvstrata.cluster.follow import ANSWER_S, LISTS, Follower
-from kvstrata.cluster.lookups import INLINE_TAGS, Held, Lookups
+from kvstrata.cluster.follow import ANSWER_S, Follower
+from kvstrata.cluster.followers import Followers
+from kvstrata.cluster.lookups import INLINE_TAGS, Held
 from kvstrata.errors import ClusterFailure, Unavailable
-from kvstrata.native.core import Registry
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Numbers, counter, gauge
 from kvstrata.patience import patience
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.rpc.cluster_wire import MAX_HINTS, TAG_BYTES, Changed, Changes, Condition, Hinted, Served
+from kvstrata.rpc.cluster_wire import (
+    MAX_HINTS,
+    TAG_BYTES,
+    Changed,
+    Changes,
+    Condition,
+    Hinted,
+    KvKind,
+    Register,
+    Served,
+    TierRate,
+)
 from kvstrata.rpc.zmq_curve import ClusterKeys
-from kvstrata.rpc.zmq_link import Links
 from kvstrata.types import GB
 
 MAX_BYTES = 4 * GB
@@ -38,40 +47,52 @@ HINTS_S = 0.1
 """Time for which hints are gathered; of more than MAX_HINTS the first are lost."""
 
 
+class Followed:
+    """One instance, and what its last condition told."""
+
+    follower: Follower
+
+    def __init__(
+        self, served: Served, group: int, now_s: Callable[[], float], news: Callable[[], None]
+    ) -> None:
+        self.served, self.group = served, group
+        self._now_s, self._news = now_s, news
+        self.heard_s = self.confirmed_s = now_s()
+        self.hints: deque[Hinted] = deque(maxlen=MAX_HINTS)
+        self.models: list[KvKind] = []
+        self.engines: list[str] = []
+        self.rates: list[TierRate] = []
+
+    @property
+    def told(self) -> Register:
+        """How the instance has registered."""
+        return self.served.told
+
+    def heard(self, condition: Condition | None) -> None:
+        """The instance has answered."""
+        self.heard_s = self._now_s()
+        if self.follower.confirmed:
+            self.confirmed_s = self.heard_s
+        if condition is not None:
+            before = self.models, self.engines, self.rates
+            self.models, self.engines, self.rates = condition.models, condition.engines, condition.rates
+            if (self.models, self.engines, self.rates) != before:
+                self._news()
+
+    def listed(self, took_s: float) -> None:
+        """See cluster/follow.py."""
+
+    def lost(self, reason: str) -> None:
+        """See cluster/follow.py."""
+
+
 class Holding(NamedTuple):
     """How much of a prompt one instance holds, from its start."""
 
-    served: Served
+    of: Followed
     chunks: Held
     unconfirmed_ms: int = 0
     """0: the gateway is in step with it; otherwise for how long it has not been, and it may hold less by now."""
-
-
-class _Followed:
-    """One instance, and who hears of it."""
-
-    def __init__(self, served: Served, group: int, now_s: Callable[[], float]) -> None:
-        self.served, self.group = served, group
-        self._now_s = now_s
-        self.heard_s = self.confirmed_s = now_s()
-        self.hints: deque[Hinted] = deque(maxlen=MAX_HINTS)
-        self.follower: Follower | None = None
-        self.task: asyncio.Task[None] | None = None
-
-    @property
-    def in_step(self) -> bool:
-        return self.follower is not None and self.follower.confirmed
-
-    def heard(self, _: Condition | None) -> None:
-        self.heard_s = self._now_s()
-        if self.in_step:
-            self.confirmed_s = self.heard_s
-
-    def listed(self, took_s: float) -> None:
-        pass
-
-    def lost(self, reason: str) -> None:
-        pass
 
 
 class Following(Numbers):
@@ -82,44 +103,56 @@ class Following(Numbers):
     )
     in_step = gauge(
         "Of these, the instances of which the gateway knows exactly what they hold.",
-        lambda self: sum(one.in_step for one in self._of.values()),
+        lambda self: sum(one.follower.confirmed for one in self._of.values()),
         name="followed_in_step",
     )
     placements = gauge(
-        "Chunks of these instances that the gateway knows.", lambda self: self._registry.usage().placements
+        "Chunks of these instances that the gateway knows.",
+        lambda self: self._followers.directory.usage().placements,
     )
     hints = counter("Ends of answers that instances were told of.", name="told_hints")
 
-    def __init__(self, links: Links, supervisor: Supervisor, now_s: Callable[[], float]) -> None:
-        self._links, self._supervisor, self._now_s = links, supervisor, now_s
-        loop = asyncio.get_running_loop()
+    def __init__(self, supervisor: Supervisor, now_s: Callable[[], float], news: Callable[[], None]) -> None:
+        """`news()` is called when the followed instances are others, or their conditions tell something else."""
+        self._supervisor, self._now_s, self._news = supervisor, now_s, news
         self._log = EventLog("following")
-        self._registry = Registry(max_bytes=MAX_BYTES)
-        self._lookups = Lookups(loop, self._registry)
-        self._directory = Directory(loop, self._registry, self._lookups, failed=self._full)
-        self._sweeping = supervisor.spawn(self._directory.keep_swept(), "sweep")
-        self._lists = asyncio.Semaphore(LISTS)
-        self._of: dict[str, _Followed] = {}
-        self._by_group: dict[int, _Followed] = {}
+        self._followers = Followers(
+            supervisor, max_bytes=MAX_BYTES, beat_s=BEAT_S, promises=False, failed=self._full
+        )
+        self.links = self._followers.links
+        self._of: dict[str, Followed] = {}
+        self._by_group: dict[int, Followed] = {}
         self._next_group = 0
+
+    def __iter__(self) -> Iterator[Followed]:
+        return iter(self._of.values())
+
+    def get(self, instance: str) -> Followed | None:
+        """The followed instance with this id."""
+        return self._of.get(instance)
 
     def follow(self, instances: Iterable[Served], keys: ClusterKeys) -> None:
         """Follow these instances from now on, and no others that do not answer."""
-        wanted = {one.instance: one for one in instances}
+        wanted = {one.told.instance: one for one in instances}
         now_s = self._now_s()
         for name, known in list(self._of.items()):
             if name in wanted:
-                moved = _where(wanted[name]) != _where(known.served)
+                gone = _process(wanted[name]) != _process(known.served)
             else:
-                moved = now_s - known.heard_s > patience(STALE_S)
-            if moved:
+                gone = now_s - known.heard_s > patience(STALE_S)
+            if gone:
                 self._end(known)
         for name, served in wanted.items():
-            if name in self._of:
-                self._of[name].served = served
-                self._lookups.set_shared(self._of[name].group, served.media)
+            if (before := self._of.get(name)) is not None:
+                moved, before.served = served.told != before.told, served
+                if moved:
+                    self._begin(before, keys, before.follower)
             elif len(self._of) < MAX_GROUPS:
-                self._begin(served, keys)
+                while self._next_group in self._by_group:
+                    self._next_group = (self._next_group + 1) % (2 * MAX_GROUPS)
+                self._begin(Followed(served, self._next_group, self._now_s, self._news), keys)
+                self._next_group = (self._next_group + 1) % (2 * MAX_GROUPS)
+        self._news()
 
     def follow_none(self) -> None:
         """Follow nobody any more."""
@@ -129,32 +162,30 @@ class Following(Numbers):
     async def held(self, tags: bytes, n_slices: int) -> list[Holding]:
         """What instances hold of a prompt; its tags chunk by chunk."""
         if len(tags) <= INLINE_TAGS * TAG_BYTES:
-            found = self._lookups.held(tags, n_slices)
+            found = self._followers.lookups.held(tags, n_slices)
         else:
-            found = await self._lookups.held_on_thread(tags, n_slices)
+            found = await self._followers.lookups.held_on_thread(tags, n_slices)
         now_s, rows = self._now_s(), []
         for group, chunks in found.items():
             known = self._by_group.get(group)
             if known is not None and now_s - known.heard_s <= patience(STALE_S):
-                doubt_ms = 0 if known.in_step else max(1, int((now_s - known.confirmed_s) * 1000))
-                rows.append(Holding(known.served, chunks, doubt_ms))
+                doubt_ms = int((now_s - known.confirmed_s) * 1000)
+                rows.append(Holding(known, chunks, 0 if known.follower.confirmed else max(1, doubt_ms)))
         return rows
 
-    def hint(self, instance: str, said: Hinted) -> None:
+    def hint(self, known: Followed, said: Hinted) -> None:
         """Tell an instance what comes after a request; it may never hear of it."""
-        if (known := self._of.get(instance)) is not None:
-            if not known.hints:
-                asyncio.get_running_loop().call_later(HINTS_S, self._tell, known)
-            known.hints.append(said)
+        if not known.hints:
+            asyncio.get_running_loop().call_later(HINTS_S, self._tell, known)
+        known.hints.append(said)
 
-    def _tell(self, known: _Followed) -> None:
-        if self._of.get(known.served.instance) is known:
+    def _tell(self, known: Followed) -> None:
+        if self._of.get(known.told.instance) is known:
             said = Changes(0, -1, hints=list(known.hints))
             known.hints.clear()
-            self._supervisor.spawn(self._told(known, said), f"hint-{known.served.instance}")
+            self._supervisor.spawn(self._told(known, said), f"hint-{known.told.instance}")
 
-    async def _told(self, known: _Followed, said: Changes) -> None:
-        assert known.follower is not None
+    async def _told(self, known: Followed, said: Changes) -> None:
         with contextlib.suppress(Unavailable, ClusterFailure):
             await known.follower.link.ask(said, Changed, patience(ANSWER_S))
             self.hints += len(said.hints)
@@ -163,64 +194,46 @@ class Following(Numbers):
         """The followed instances, for operators."""
         now_s = self._now_s()
         keys: dict[int, dict[str, int]] = {}
-        for place, count in self._lookups.keys().items():
+        for place, count in self._followers.lookups.keys().items():
             keys.setdefault(place.group, {})[place.tier] = count
         return [
             {
                 "instance": name,
+                "engines": one.engines,
+                "models": sorted({kind.layout.model for kind in one.models}),
                 "keys": keys.get(one.group, {}),
-                "in_step": one.in_step,
+                "in_step": one.follower.confirmed,
                 "heard_ago_s": round(now_s - one.heard_s, 3),
-                "lists": one.follower.lists if one.follower is not None else 0,
-                "changes": one.follower.changes if one.follower is not None else 0,
+                "lists": one.follower.lists,
+                "changes": one.follower.changes,
             }
             for name, one in sorted(self._of.items())
         ]
 
     async def close(self) -> None:
         """Follow nobody any more, and end the threads."""
-        tasks = [one.task for one in self._of.values() if one.task is not None]
-        self.follow_none()
-        self._sweeping.cancel()
-        await asyncio.gather(*tasks, self._sweeping, return_exceptions=True)
-        self._directory.close()
-        self._lookups.close()
+        await self._followers.close()
 
-    def _begin(self, served: Served, keys: ClusterKeys) -> None:
-        def changed(up: bool) -> None:
-            if not up:
-                link.fail_sent()
-
+    def _begin(self, known: Followed, keys: ClusterKeys, before: Follower | None = None) -> None:
+        """Follow an instance, or go on with a follower `before` this one."""
+        told = known.told
         try:
-            link = self._links.ask(served.control_endpoint, keys=keys.to(served.key), changed=changed)
+            link = self.links.ask(told.control_endpoint, keys=keys.to(known.served.key), few=True)
         except Unavailable as error:
-            self._log.repeated(
-                30, served.instance, "not_followed", instance=served.instance, reason=error.message
-            )
+            says = {"instance": told.instance, "reason": error.message}
+            self._log.repeated(30, told.instance, "not_followed", **says)
             return
-        while self._next_group in self._by_group:
-            self._next_group = (self._next_group + 1) % (2 * MAX_GROUPS)
-        known = self._of[served.instance] = _Followed(served, self._next_group, self._now_s)
-        self._next_group = (self._next_group + 1) % (2 * MAX_GROUPS)
-        self._by_group[known.group] = known
-        self._lookups.set_shared(known.group, served.media)
-        known.follower = Follower(
-            link, self._directory, known.group, known, self._lists, incarnation=served.incarnation,
-            tiers=served.tiers, beat_s=BEAT_S,
-        )  # fmt: skip
-        known.task = self._supervisor.spawn(known.follower.run(), f"follow-{served.instance}")
+        known.follower = self._followers.follow(known.group, told, link, known, before=before)
+        self._of[told.instance] = self._by_group[known.group] = known
 
-    def _end(self, known: _Followed) -> None:
-        assert known.follower is not None and known.task is not None
-        known.task.cancel()
-        known.follower.link.close()
-        self._directory.forget(known.group)
-        del self._of[known.served.instance], self._by_group[known.group]
+    def _end(self, known: Followed) -> None:
+        self._followers.forget(known.group, known.follower)
+        del self._of[known.told.instance], self._by_group[known.group]
 
     def _full(self, group: int, reason: str) -> None:
         self._log.repeated(30, "full", "directory_full", reason=reason)
 
 
-def _where(served: Served) -> tuple[object, ...]:
-    """What an instance is followed by."""
-    return served.control_endpoint, served.key, served.incarnation, served.tiers
+def _process(served: Served) -> tuple[object, ...]:
+    """What tells an instance's process from others."""
+    return served.told.control_endpoint, served.key, served.told.incarnation

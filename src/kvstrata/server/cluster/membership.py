@@ -8,17 +8,23 @@ Rules:
 3. The instance registers with each of several controllers, and each follows it.  One of them leads: an operation with a
    smaller (cluster id, token) than any of them has shown is refused.
 
-The link to one controller: link.py; what followers read: held.py, condition.py; operations: commands.py.
+The link to one controller: cluster/link.py; what followers read: held.py, condition.py; operations: commands.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import platform
 import re
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import msgspec
+
+from kvstrata import __version__
+from kvstrata.cluster.link import Beats, ControllerLink
 from kvstrata.config.model import ServerSettings
 from kvstrata.errors import NotFound, Refused
 from kvstrata.keys.batch import count
@@ -29,14 +35,27 @@ from kvstrata.p2p.medium import peer_tier
 from kvstrata.p2p.serving import PeerServer, PeersServed, RecordServer
 from kvstrata.p2p.settings import PeerSettings
 from kvstrata.process.http_gate import is_loopback
-from kvstrata.rpc.cluster_wire import Await, Awaited, Changed, Changes, Do, List, Listed, Run
+from kvstrata.rpc.cluster_wire import (
+    CLUSTER_PROTOCOL_VERSION,
+    Await,
+    Awaited,
+    Changed,
+    Changes,
+    Do,
+    Goodbye,
+    List,
+    Listed,
+    Register,
+    Registered,
+    Run,
+)
 from kvstrata.rpc.control_port import ControlPort
 from kvstrata.rpc.zmq_curve import KeyKind
+from kvstrata.rpc.zmq_link import Links
 from kvstrata.rpc.zmq_server import Address
 from kvstrata.server.cluster.commands import Actions
 from kvstrata.server.cluster.condition import Condition
 from kvstrata.server.cluster.held import HeldChunks
-from kvstrata.server.cluster.link import Advertised, ControllerLink
 from kvstrata.server.cluster.own_key import MemberKeys
 from kvstrata.server.parts import Parts
 from kvstrata.server.plan import Plan
@@ -151,24 +170,44 @@ class Membership(Numbers):
     """The links to all controllers, whose numbers it adds up. Belongs to the event loop."""
 
     def __init__(
-        self, links: Sequence[ControllerLink], held: HeldChunks, peers: PeersServed, actions: Actions
+        self,
+        told: Register,
+        keys: MemberKeys,
+        urls: Iterable[str],
+        parts: Parts,
+        held: HeldChunks,
+        peers: PeersServed,
+        actions: Actions,
     ) -> None:
-        self._links = links
+        """`told`: but for the tiers, as they are when it is said. Raises Unavailable if a URL is not an endpoint."""
+
+        async def say() -> Register:
+            return msgspec.structs.replace(told, tiers=held.tiers(), media=held.media())
+
+        self._sockets = Links(parts.loop)
+        beats = Beats(say, Registered, refused_why=keys.refused_why)
+        self._links = [ControllerLink(url, self._sockets, keys.own, beats) for url in urls]
+        self._goodbye = Goodbye(0, told.instance, told.incarnation)
+        self._supervisor = parts.supervisor
         self._held = held
         self._peers = peers
         self._actions = actions
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Begin to register with each controller; they may be absent."""
         self._held.start()
-        for link in self._links:
-            link.start()
+        self._tasks = [self._supervisor.spawn(link.keep(), "cluster") for link in self._links]
 
     async def stop(self) -> None:
         """Send nothing more to peers, say goodbye to the connected controllers, and close. Idempotent."""
         self._peers.drain(True)
         self._actions.thaw()
-        await asyncio.gather(self._held.stop(), *(link.stop() for link in self._links))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(self._held.stop(), *(link.goodbye(self._goodbye) for link in self._links))
+        self._sockets.close()
 
     def values(self) -> Iterator[tuple[Number, Any]]:
         """Sums over all links; of what is true or false, whether it is true of one."""
@@ -209,12 +248,24 @@ def make_membership(
     served.port.serve((KeyKind.CONTROLLER,), {Do: lambda asked, _: actions.carry_out(asked)})
     if served.gives_to_peers:
         parts.grants.promises.begin_to_tell(held)
-    http_url = f"http://{plan.settings.http.host}:{facts.http_port}" if facts.http_port else ""
-    engine = plan.p2p_engine.why if plan.p2p_engine is not None else ""
-    zone = plan.settings.p2p.zone
-    advertised = Advertised(served.endpoint, served.gives_to_peers, http_url, zone, engine)
-    links = [ControllerLink(url, keys, parts, advertised, held) for url in urls]
-    return Membership(links, held, served.peers, actions)
+    told = Register(
+        0,
+        CLUSTER_PROTOCOL_VERSION,
+        facts.instance_id,
+        facts.epoch,
+        __version__,
+        held.tiers(),
+        parts.pool.extents_bytes,
+        facts.chunk_tokens,
+        served.endpoint,
+        f"http://{plan.settings.http.host}:{facts.http_port}" if facts.http_port else "",
+        served.gives_to_peers,
+        plan.settings.p2p.zone,
+        platform.node()[:200],
+        os.getpid(),
+        peer_engine=plan.p2p_engine.why[:200] if plan.p2p_engine is not None else "",
+    )
+    return Membership(told, keys, urls, parts, held, served.peers, actions)
 
 
 def _host_of(listen: str) -> str:
