@@ -241,6 +241,21 @@ def test_long_prompts_are_computed_where_they_delay_no_answers(why, tokens, pref
     assert (decision.prefill is not None) == splits, why
 
 
+@pytest.mark.parametrize(("reads", "computes"), [(READS, "far"), (READS_SLOWLY, "near")])
+def test_a_prompt_is_computed_beside_the_engine_that_answers_unless_it_reads_as_fast_from_another_host(
+    reads, computes
+):
+    """The engine on the other host has a shorter queue."""
+    helpers = [
+        busy(**IDLE | {"name": "far", "instance": "two"}),
+        busy(**IDLE | {"name": "near", "drained_s": NOW_S + 0.05}),
+    ]
+    request = Request(id="r", tokens=8_000, answer_tokens=500.0)
+    ask = [busy(**reads)], Knowledge(), NOW_S
+    decision = choose(request, *ask, policy=Auto(), helpers=helpers, contract="kvstrata")
+    assert decision.prefill.engine == computes
+
+
 @pytest.mark.parametrize(("limit_s", "splits"), [(0.011, True), (0.1, False), (0.0, False)])
 def test_a_prompt_is_computed_elsewhere_when_an_answer_beside_it_would_miss_its_class(limit_s, splits):
     """One answer runs: for its time alone a split would not pay."""
