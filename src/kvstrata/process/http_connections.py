@@ -129,6 +129,7 @@ class Connection(HttpToolsProtocol):
         self._arrived()
         self._stop_stall()
         self.bounds.gone(self)
+        self._mute()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -190,8 +191,7 @@ class Connection(HttpToolsProtocol):
         if cycle is not None and cycle.response_started and not cycle.response_complete:
             self.transport.abort()
             return
-        if self.cycle is not None:
-            self.cycle.disconnected = True
+        self._mute()
         super().send_400_response(msg)
 
     def on_response_complete(self) -> None:
@@ -200,6 +200,12 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self.cycle is None or self.cycle.response_complete:
             self.bounds.idle(self)
+
+    def _mute(self) -> None:
+        """From now on no application writes to this connection; uvicorn mutes only the last request that arrived."""
+        for cycle in (self._answered, self.cycle):
+            if cycle is not None:
+                cycle.disconnected = True
 
     def _arriving(self) -> None:
         """A request arrives: it has REQUEST_S from the first such call on."""

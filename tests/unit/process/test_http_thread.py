@@ -263,6 +263,23 @@ async def test_a_stop_ends_the_routes_that_run_and_cuts_their_connections(proces
     assert not caplog.records
 
 
+@pytest.mark.parametrize("garbage", [b"", b"nothing of HTTP\r\n\r\n"])
+async def test_nothing_is_logged_of_a_client_that_goes_while_requests_wait_behind_the_one_that_is_answered(
+    process, caplog, garbage
+):
+    _, writer = await process.connect(GET.format("/hold", "") * 2)
+    await process.held.acquire()
+    writer.write(garbage) if garbage else writer.transport.abort()
+    async with asyncio.timeout(WAIT_S):
+        while process.port.numbers[0].connections:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        process.release.set()
+        while process.port.numbers[0].requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert await process.status_of("/file") == 200
+    assert not caplog.records
+
+
 # -- connections that are silent, slow or too many
 
 
