@@ -151,12 +151,17 @@ cuda: setup  ## compile the CUDA kernels; an error where nvcc is missing
 
 # Runs where nothing can be fetched, with the Python that has CuPy, so it makes no .venv.
 gpu:  ## on a machine with a GPU and no network: tests marked gpu, then every GPU figure
-#+ STAGE=1..4: one stage; results in $OUT, else build/gpu
+#+ STAGE=1..3: one stage; results in $OUT, else build/gpu
 	@$(or $(PYTHON),python3) tests/tools/gpu_run.py $(STAGE) $(ARGS)
 
 gpu-pack: setup-packages  ## fetch the wheels that `make gpu` needs there into build/gpu-pack
 #+ GPU_PYTHON=3.12: for that Python
-	@$(VENV_PYTHON) tests/tools/gpu_pack.py --python $(or $(GPU_PYTHON),3.12)
+	@rm -rf build/gpu-pack
+	@$(VENV_PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --dest build/gpu-pack \
+	    --require-hashes --requirement requirements/gpu-pack.lock \
+	    --python-version $(or $(GPU_PYTHON),3.12) --implementation cp --platform manylinux2014_x86_64 \
+	    $(patsubst %,--platform manylinux_2_%_x86_64,34 31 28 27 24 17 12 5)
+	@echo "Bring build/gpu-pack into the clone on the machine with the GPU, then there: make gpu"
 
 ##@ To look for what only time and bad luck show (MINUTES=10, SEED=)
 soak: setup  ## one server with clients that come and go; fails on a wrong byte or a leak

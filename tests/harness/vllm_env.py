@@ -123,7 +123,7 @@ def download_size() -> DownloadSize:
         dry_run = ["install", "--dry-run", "--quiet", "--ignore-installed", "--no-deps", "--report", path]
         try:
             steps.run(
-                [locked.installer(steps).python, "-m", "pip", *dry_run, TORCH_REQUIREMENT],
+                [locked.installer().python, "-m", "pip", *dry_run, TORCH_REQUIREMENT],
                 attempts=DOWNLOAD_ATTEMPTS,
                 environment=provision.download_environment(),
                 timeout_s=600.0,

@@ -14,24 +14,20 @@ status is 1 when a test failed, a figure could not be measured or a stage ran ou
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PACK = ROOT / "build" / "gpu-pack"
 METADATA = ROOT / "build" / "metadata"
 SITE = ROOT / "build" / f"gpu-site-{sys.implementation.cache_tag}"
-STAGE_S = 480.0
-INTERRUPT_S = 15.0
+STAGE_S, INTERRUPT_S = 480.0, 15.0
 TESTS = ("tests/gpu", "tests/integration/connectors/test_gpu_engine.py")
 NEEDED = (
     *("msgspec", "zmq", "uvloop", "prometheus_client", "yaml", "fastapi", "uvicorn"),
@@ -45,44 +41,37 @@ STAGES = {
 """The arguments of Python in each stage."""
 
 
+class StageFailed(Exception):
+    """A command of a stage failed; the message has what it printed."""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("stage", nargs="?", type=int, choices=STAGES, help="one stage; all without it")
     parser.add_argument("--pytest", default="", metavar="ARGS", help="more arguments for pytest, in one word")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=STAGE_S,
-        metavar="S",
-        help="the most that a stage takes (%(default).0f)",
-    )
+    most_s = "the most seconds that a stage takes (%(default).0f)"
+    parser.add_argument("--seconds", type=float, default=STAGE_S, metavar="S", help=most_s)
     arguments = parser.parse_args()
     out = Path(os.environ.get("OUT") or ROOT / "build" / "gpu")
     out.mkdir(parents=True, exist_ok=True)
     failed = False
     for number in [arguments.stage] if arguments.stage else STAGES:
-        more = arguments.pytest.split() if number == 1 else []
-        failed |= run_stage(number, out, arguments.seconds, more)
+        print(f"== stage {number}", flush=True)
+        end_s = time.monotonic() + arguments.seconds - INTERRUPT_S
+        try:
+            prepare(end_s)
+            more = arguments.pytest.split() if number == 1 else []
+            text = run([sys.executable, *STAGES[number], *more], end_s)
+        except StageFailed as error:
+            text, failed = str(error), True
+        (out / f"gpu-{number}.txt").write_text(text + "\n")
+        figures = ROOT / "build" / "bench.json"
+        if number > 1 and figures.exists():
+            shutil.copy(figures, out)
+        print(text, flush=True)
     return int(failed)
-
-
-def run_stage(number: int, out: Path, most_s: float = STAGE_S, more: Sequence[str] = ()) -> bool:
-    """Runs a stage, for `most_s` at most; returns whether something failed."""
-    end_s = time.monotonic() + most_s - INTERRUPT_S
-    print(f"== stage {number}", flush=True)
-    if wrong := prepare(end_s):
-        text, failed = wrong, True
-    else:
-        done = run([sys.executable, *STAGES[number], *more], end_s)
-        text, failed = done.output + done.failure, bool(done.failure)
-    (out / f"gpu-{number}.txt").write_text(text + "\n")
-    figures = ROOT / "build" / "bench.json"
-    if number > 1 and figures.exists():
-        shutil.copy(figures, out)
-    print(text, flush=True)
-    return failed
 
 
 def environment() -> dict[str, str]:
@@ -98,46 +87,38 @@ def environment() -> dict[str, str]:
     }
 
 
-def prepare(end_s: float) -> str:
-    """Unpacks the wheels and compiles the modules, unless they are current; returns what stands in the way."""
-    wheels = sorted(PACK.glob("**/*.whl"))
+def prepare(end_s: float) -> None:
+    """Unpack the wheels and compile the modules, unless they are current. Raises StageFailed."""
+    wheels = sorted(PACK.glob("*.whl"))
     stamp = SITE / ".wheels"
     names = "\n".join(wheel.name for wheel in wheels)
     if wheels and not (stamp.exists() and stamp.read_text() == names):
         shutil.rmtree(SITE, ignore_errors=True)
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-        done = run([*install, "--no-compile", "--target", SITE, *wheels], end_s)
-        if done.failure:
-            return f"the wheels of build/gpu-pack cannot be installed: {done.output}"
+        run([*install, "--no-compile", "--target", SITE, *wheels], end_s)
         stamp.write_text(names)
     probe = f"from importlib.util import find_spec as f; print(*(n for n in {NEEDED!r} if not f(n)))"
-    missing = run([sys.executable, "-c", probe], end_s).output.split()
-    if missing:
-        return (
+    if missing := run([sys.executable, "-c", probe], end_s).split():
+        raise StageFailed(
             f"{sys.executable} has no {', '.join(missing)}. With a network: `make gpu-pack "
             f"GPU_PYTHON={platform.python_version().rpartition('.')[0]}`, then bring build/gpu-pack here."
         )
-    build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-    done = run(build, end_s, KVSTRATA_CUDA="require")
-    if done.failure:
-        return f"the native modules cannot be compiled: {done.output}"
+    setup = [sys.executable, "setup.py", "--quiet"]
+    run([*setup, "build_ext", "--inplace"], end_s, KVSTRATA_CUDA="require")
     METADATA.mkdir(parents=True, exist_ok=True)  # it names the types of L2 adapters
-    done = run([sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(METADATA)], end_s)
-    return f"the package's metadata cannot be written: {done.output}" if done.failure else ""
+    run([*setup, "egg_info", "--egg-base", METADATA], end_s)
 
 
-class Done(NamedTuple):
-    output: str
-    failure: str
-    """Empty if the command ended well."""
+def run(command: Sequence[str | Path], end_s: float, **variables: str) -> str:
+    """Run a command of a stage; return what it prints. Raises StageFailed.
 
-
-def run(command: Sequence[str | Path], end_s: float, **variables: str) -> Done:
-    """Runs a command of a stage; kills the processes that are left of it when the stage's time is over."""
-    words = [os.fspath(word) for word in command]
-    print(f"   $ {' '.join(words)[:160]}", flush=True)
-    process = subprocess.Popen(
-        words,
+    When the stage's time is over, the command and all its processes are interrupted, so that pytest writes its report,
+    and killed a little later.
+    """
+    print(f"   $ {' '.join(map(str, command))[:160]}", flush=True)
+    left_s = max(1.0, end_s - time.monotonic())
+    done = subprocess.run(
+        ["timeout", "--signal=INT", f"--kill-after={INTERRUPT_S}", f"{left_s:.0f}", *command],
         cwd=ROOT,
         env={**environment(), **variables},
         stdin=subprocess.DEVNULL,
@@ -145,20 +126,11 @@ def run(command: Sequence[str | Path], end_s: float, **variables: str) -> Done:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,
+        check=False,
     )
-    try:
-        output, _ = process.communicate(timeout=max(1.0, end_s - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        # pytest writes its report when it is interrupted.
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(INTERRUPT_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        return Done(output, "not ended when the stage's time was over")
-    return Done(output, f"exit status {process.returncode}" if process.returncode else "")
+    if done.returncode:
+        raise StageFailed(f"{done.stdout}exit status {done.returncode} (124: the stage's time was over)")
+    return done.stdout
 
 
 if __name__ == "__main__":

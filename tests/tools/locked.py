@@ -1,8 +1,8 @@
 """Installs the packages that a lock in `requirements/` pins, and only files whose hashes the lock has.
 
 uv does it. It is pinned by a lock too and kept in the cache folder, which also keeps the unpacked packages.
-Environments have hard links to them, so nothing may change a file of a package in place. Where uv cannot be had or
-fails, pip does the same in more time. uv does not read pip's configuration, so it is told pip's index.
+Environments have hard links to them, so nothing may change a file of a package in place. uv does not read pip's
+configuration, so it is told pip's index.
 
 Only the standard library is used.
 """
@@ -16,12 +16,11 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.tools import provision
-from tests.tools.provision import DOWNLOAD_ATTEMPTS, ROOT, StepFailed, Steps
+from tests.tools.provision import DOWNLOAD_ATTEMPTS, ROOT, Steps
 
 FOLDER = ROOT / "requirements"
 
@@ -50,43 +49,30 @@ def entries(name: str) -> dict[str, str]:
     return found
 
 
-@dataclass(frozen=True)
-class Installer:
+class Installer(NamedTuple):
     python: Path
-    """A Python of the running version with pip, which installs into other environments."""
-    uv: Path | None
+    """A Python of the running version with pip."""
+    uv: Path
 
 
-def installer(steps: Steps) -> Installer:
-    """What installs; fetched on the first call of this machine. Raises StepFailed if Python has no pip either."""
-    return _installer(steps, provision.cache_root())
+def installer() -> Installer:
+    """What installs; fetched on the first call of this machine. Raises StepFailed."""
+    folder = provision.cache_root() / f"uv-{sys.implementation.cache_tag}-{digest_of('uv')}"
+    found = Installer(folder / "bin" / "python", folder / "bin" / "uv")
 
+    def fetch_uv(steps: Steps) -> None:
+        words = ["--quiet", "--require-hashes", "--no-deps", "--only-binary=:all:"]
+        steps.run([sys.executable, "-m", "venv", folder])
+        steps.run(
+            [found.python, "-m", "pip", "install", *words, "--requirement", lock_path("uv")],
+            attempts=DOWNLOAD_ATTEMPTS,
+            environment=provision.download_environment(),
+        )
 
-@lru_cache
-def _installer(steps: Steps, cache: Path) -> Installer:
-    folder = cache / f"uv-{sys.implementation.cache_tag}-{digest_of('uv')}"
-    python, uv = folder / "bin" / "python", folder / "bin" / "uv"
-    complete = folder / ".complete"
-    waiting = "waiting for another process that fetches uv"
-    with provision.exclusive(folder.with_name(folder.name + ".lock"), waiting):
-        if not (complete.exists() and python.exists() and uv.exists()):
-            shutil.rmtree(folder, ignore_errors=True)
-            with steps.step(f"fetch uv ({download_mb('uv')} MB)"):
-                steps.run([sys.executable, "-m", "venv", folder])
-                words = ["--quiet", "--require-hashes", "--no-deps", "--only-binary=:all:"]
-                try:
-                    steps.run(
-                        [python, "-m", "pip", "install", *words, "--requirement", lock_path("uv")],
-                        attempts=DOWNLOAD_ATTEMPTS,
-                        environment=provision.download_environment(),
-                    )
-                    complete.touch()
-                except StepFailed as error:
-                    print(
-                        f"             without uv, pip installs: {str(error).splitlines()[0]}",
-                        file=sys.stderr,
-                    )
-    return Installer(python, uv if complete.exists() else None)
+    if not found.python.exists():  # the Python of which it was made has gone
+        (folder / provision.COMPLETE).unlink(missing_ok=True)
+    provision.made(folder, f"fetch uv ({download_mb('uv')} MB)", fetch_uv, "uv-setup.log")
+    return found
 
 
 def uv_environment(steps: Steps, python: Path) -> dict[str, str]:
@@ -123,24 +109,22 @@ def install_files(steps: Steps, wheels: Iterable[Path], *, python: Path) -> None
 
 
 def _install(steps: Steps, what: list[str | Path], python: Path | None, target: Path | None) -> None:
-    tools = installer(steps)
+    tools = installer()
     into = ["--target", target] if target else []
-    words = ["install", "--quiet", "--no-deps", *into, *what]
-    if tools.uv is not None:
-        try:
-            steps.run(
-                [tools.uv, "pip", *words, "--python", python or tools.python],
-                attempts=DOWNLOAD_ATTEMPTS,
-                environment=uv_environment(steps, tools.python),
-            )
-            return
-        except StepFailed as error:
-            print(f"             uv failed, so pip tries: {str(error).splitlines()[1]}", file=sys.stderr)
-    chosen = [] if target else ["--python", python or tools.python]
     steps.run(
-        [tools.python, "-m", "pip", *chosen, *words],
+        [
+            tools.uv,
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            *into,
+            *what,
+            "--python",
+            python or tools.python,
+        ],
         attempts=DOWNLOAD_ATTEMPTS,
-        environment=provision.download_environment(),
+        environment=uv_environment(steps, tools.python),
     )
 
 
@@ -154,7 +138,7 @@ def fetch(steps: Steps, lock: Path | str, folder: Path) -> list[Path]:
         path.write_text(lock)
     download = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes"]
     steps.run(
-        [installer(steps).python, "-m", "pip", *download, "--requirement", path, "--dest", folder],
+        [installer().python, "-m", "pip", *download, "--requirement", path, "--dest", folder],
         attempts=DOWNLOAD_ATTEMPTS,
         environment=provision.download_environment(),
     )

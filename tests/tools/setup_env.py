@@ -256,7 +256,7 @@ def bring_up_to_date(steps: Steps, wanted: dict[str, str], done: dict[str, str])
                 locked.make_environment(steps, VENV)
         finished("environment")
     if "packages" in due(wanted, done):
-        locked.installer(steps)
+        locked.installer()
         with steps.step(f"install packages ({locked.download_mb('test')} MB)"):
             locked.install(steps, LOCK, python=VENV_PYTHON)
         finished("packages")

@@ -22,7 +22,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.harness import vllm_env
-from tests.tools import fetch_wheels, gpu_pack, locked, setup_env, vllm_python, wheels
+from tests.tools import fetch_wheels, locked, setup_env, vllm_python, wheels
 from tests.tools.locked import lock_path
 from tests.tools.provision import DOWNLOAD_ATTEMPTS, ROOT, StepFailed, Steps
 
@@ -35,6 +35,8 @@ SHIPPED = ("image", "image-build", "test", "uv", "wheel-build")
 """The locks by their importance to users."""
 OF_TESTS = ("fetched", "gpu-pack", "vllm", *(f"vllm-{version}" for version in vllm_python.CPU[:-1]))
 """What only tests and benchmarks run; `fetched` has packages without their dependencies."""
+OF_GPU = re.compile(r"(?:pytest(?:-\w+)?|hypothesis|httpx|zstandard|cryptography)[<>=]")
+"""What the tests marked `gpu`, and their fixtures, import of the extra `test`."""
 WHEELS = re.compile(
     r"-(?:[\w.]*\bpy3\b[\w.]*-none|cp31[123]-cp31[123]|cp3(?:[2-9]|1[0-3])-abi3)"
     r"-(?:any|[\w.]*\b(?:manylinux|linux_)\w*_(?:x86_64|aarch64)\b[\w.]*)\.whl$"
@@ -64,7 +66,10 @@ def wanted(name: str) -> list[str]:
     if name == "wheel-build":
         return [*wheels.TOOLS]
     if name == "gpu-pack":
-        return gpu_pack.requirements()
+        of_tests = [
+            each for each in declared["project"]["optional-dependencies"]["test"] if OF_GPU.match(each)
+        ]
+        return [*declared["project"]["dependencies"], *of_tests, "setuptools>=77", "cython>=3.1"]
     if name == "fetched":
         return [*fetch_wheels.FETCHED]
     if name == "vllm":
@@ -147,9 +152,7 @@ def skipped(line: str) -> bool:
 
 
 def _compile(steps: Steps, words: list[str | Path]) -> None:
-    tools = locked.installer(steps)
-    if tools.uv is None:
-        raise StepFailed("make lock needs uv, which cannot be fetched")
+    tools = locked.installer()
     minor = f"3.{setup_env.SUPPORTED_MINORS[0]}"
     steps.run(
         [tools.uv, "pip", "compile", "--quiet", "--universal", "--python-version", minor, *words],
