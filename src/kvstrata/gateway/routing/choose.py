@@ -1,7 +1,7 @@
 """The decision: the policies, `choose`, which is a pure function over the fleet's state, and `replay` from a record.
 
 1. Equal inputs give equal decisions, in any order of the engines.
-2. Near-ties are decided by the rendezvous hash of the request's id over the engines' names.
+2. Near-ties are decided by a hash of the request's id.
 3. Nothing is read but the arguments, and nothing is changed: the caller that sends the request reserves its tokens.
 4. Engines that cannot win are priced by a lower bound of their cost only, and the chosen one exactly.
 
@@ -63,10 +63,6 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Return what it costs at least at each engine of the view, in its order."""
         raise NotImplementedError
 
-    def exact(self, view: View, index: int, score: float) -> float:
-        """Return what it costs at an engine whose score is this."""
-        return score
-
     def explained(self, view: View, index: int) -> Explained:
         """Return what stands behind the cost at one engine; here it says all."""
         return Explained({})
@@ -85,21 +81,11 @@ class Auto(Policy, frozen=True, kw_only=True, tag="auto", tag_field="policy"):
 
     def scores(self, view: View) -> list[float]:
         """Return the seconds at each engine."""
-        return view.bounds()
-
-    def exact(self, view: View, index: int, score: float) -> float:
-        """Return the seconds at one engine."""
-        return view.cost(index)
+        return view.costs()
 
     def explained(self, view: View, index: int) -> Explained:
         """Return the seconds of each term and the tokens behind them, the way, and the other engine of a split."""
-        alone_s, way, terms = view.price(index)
-        terms["cached_tokens"] = way.cached_tokens
-        split = view.split(index, alone_s)
-        if split is None:
-            return Explained(terms, way.way)
-        leg = Leg(engine=split.prefill.engine.name, way=split.prefill.found.way)
-        return Explained(terms | {"alone_s": alone_s, "split_s": split.cost}, split.way, leg)
+        return Explained(*view.explained(index))
 
 
 class Ttft(Auto, frozen=True, kw_only=True, tag="ttft", tag_field="policy"):
@@ -192,11 +178,9 @@ def choose(
         return Decision(policy=name, engine="", reason="none_eligible")
     if contract and not (policy.splits and request.tokens > REST_TOKENS[contract]):
         contract = ""
-    view = View(request, engines, knowledge, now_s, policy.share, helpers, contract)
+    view = View(request, engines, knowledge, now_s, policy.share, helpers, contract, policy.near_share)
     costs = policy.scores(view)
-    index, is_tie = cheapest(
-        costs, engines, request.id, lambda at: policy.exact(view, at, costs[at]), policy.near_share
-    )
+    index, is_tie = cheapest(costs, engines, request.id, policy.near_share)
     found = policy.explained(view, index)
     limit = heapq.nsmallest(ALTERNATIVES + 1, costs)[-1]
     others = [(cost, engines[at].name) for at, cost in enumerate(costs) if cost <= limit and at != index]

@@ -25,18 +25,20 @@ Classes of service count by the number of requests that are expected to miss the
 first token is to be late and its answer to be stalled, and those in flight beside it, by how much likelier its prompt
 and its answer make that (model.Classes).
 
-One pass over all engines tells what each costs at least, and exactly if it has no copies and nothing is split; the
-others are priced as far as that is below the best cost.  What P costs is taken not to depend on D, so that D's best P
-is the best of its instance or of all: where D's queue is longer than P's, or a class limits the first token, another
-pair may cost a little less.  Between two hosts the transfer adds what of it is not done while the prompt is computed.
+One pass over all engines tells what each costs at least; what classes, ways and splits add is only found out for those
+whose bound is not above the best cost so far, so the choice is that of a search over all.  What P costs is taken not to
+depend on D, so that D's best P is the best of its instance or of all: where D's queue is longer than P's, or a class
+limits the first token, another pair may cost a little less.  Between two hosts the transfer adds what of it is not done
+while the prompt is computed.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvstrata.config.gateway_model import Contract
@@ -46,6 +48,7 @@ from kvstrata.gateway.routing.model import (
     Copy,
     EngineState,
     Knowledge,
+    Leg,
     LoadPath,
     Request,
     Tier,
@@ -134,10 +137,12 @@ class View:
         share: float = 0.0,
         helpers: Sequence[EngineState] = (),
         contract: Contract = "",
+        near_share: float = 0.0,
     ) -> None:
-        """`share`: of the seconds that answers take. `helpers` only compute prompts for others."""
+        """`share`: of the seconds that answers take. `helpers` only compute prompts for others. `near_share`: costs
+        that differ by less of themselves count as equal."""
         self.request, self.engines, self.knowledge = request, engines, knowledge
-        self.now_s, self.share, self.contract = now_s, share, contract
+        self.now_s, self.share, self.contract, self.near_share = now_s, share, contract, near_share
         self.everyone = [*engines, *helpers] if contract else engines
         self.own: dict[str, list[Copy]] = {}
         """Copies of one engine, by its name, without those of `Knowledge.cached`."""
@@ -150,85 +155,147 @@ class View:
         if share and request.sharing:
             self.held = min(longest(knowledge), request.tokens - 1)
             self.spared = 1.0 - 1.0 / (1.0 + request.sharing / max(1, len(engines)))
-        self._within_s, self._each_s = request.within_s, SQRT_HALF / (LATE_DOUBT * (request.within_s or 1.0))
-        self._waits: list[float] = []
-        self._lacks: list[int] = []
-        """Seconds before it and tokens to compute, at each of `everyone`; the second at least."""
+        self._is_limited = request.token_within_s > 0 and request.short_tokens > 0
+        self._lacks, self._usual = self._lacking()
+        """Tokens to compute, at least: of engines by name, and of all others."""
         self._prefills: list[float] = []
-        """What it costs at least if each of `everyone` computes the prompt for another."""
+        self._answers: list[float] = []
         self._alone: list[float] = []
-        self._slow: list[float] = []
-        """What it costs at least at each engine alone; how likely its answer is to be too slow; empty: never."""
+        """What it costs at least if each of `everyone` computes the prompt, if each engine answers, and does both."""
+        self._slow: dict[int, float] = {}
+        """How likely the answer of an engine is to be too slow, where it matters."""
+        self._late: dict[int, float] = {}
+        """How likely a first token is to be late, of those whose costs are exact."""
+        self._ways: dict[int, Estimate] = {}
+        """The best of those that have several."""
         self._places: dict[str, list[int]] = {}
         """Who may compute it for another, as indices in `everyone`, by instance; "": all of them."""
-        self._first_s = 0.0
-        self._handing: dict[int, float] = {}
-        """The least of the first; what a split costs at least where it may be the best, by the index of the engine."""
         self._legs: dict[str, Prefill] = {}
+        """Who of them does it for the least."""
+        self.splits: dict[int, Split] = {}
+        """The best, where it costs less than the engine alone."""
 
-    def bounds(self) -> list[float]:
-        """Return what it costs at each engine at least; no more than that if it has no copies and nothing is split."""
-        request, everyone, share, now_s = self.request, self.everyone, self.share, self.now_s
-        lacking = self._lacks = self._lacking()
-        waits = self._waits = [
+    def costs(self) -> list[float]:
+        """Return what it costs at each engine: exactly if that is the least, or near it, else at least."""
+        request, share, now_s, spared = self.request, self.share, self.now_s, self.spared
+        beyond, usual = request.tokens - self.held, float(self._usual)
+        pays: Mapping[str, float] = self._lacks
+        if spared:
+            usual -= spared * max(0.0, usual - beyond)
+            pays = {
+                name: lacks - spared * (lacks - beyond) if lacks > beyond else lacks
+                for name, lacks in pays.items()
+            }
+        paid = [pays.get(one.name, usual) for one in self.everyone] if pays else [usual] * len(self.everyone)
+        prefills = self._prefills = [
             (wait_s if (wait_s := one.drained_s - now_s) > one.behind_s else one.behind_s)
             + (now_s - one.late_s if now_s > one.late_s else 0.0)
-            for one in everyone
-        ]
-        computes = [tokens / one.prefill_tokens_s for tokens, one in zip(lacking, everyone, strict=True)]
-        paid = computes
-        if self.spared:
-            beyond = request.tokens - self.held
-            paid = [
-                seconds * (1.0 - self.spared * (1.0 - beyond / tokens)) if tokens > beyond else seconds
-                for seconds, tokens in zip(computes, lacking, strict=True)
-            ]
-        costs = [
-            wait_s + seconds * (1.0 + share * one.running)
-            for wait_s, seconds, one in zip(waits, paid, everyone, strict=True)
+            + tokens * (1.0 + share * one.running) / one.prefill_tokens_s
+            for one, tokens in zip(self.everyone, paid, strict=True)
         ]
         answer = share * request.answer_tokens
-        answers = [answer * one.token_s for one in self.engines]
-        late: list[float] = []
-        if any(one.limited for one in everyone):
-            costs = [
-                cost + MISSED_S * harmed(one, seconds) if one.limited else cost
-                for cost, seconds, one in zip(costs, computes, everyone, strict=True)
-            ]
-            answers = [cost + MISSED_S * one.crowded for cost, one in zip(answers, self.engines, strict=True)]
-        least_s = min(costs)
-        if request.within_s:
-            late = [self._late(wait_s + seconds) for wait_s, seconds in zip(waits, computes, strict=True)]
-            costs = [cost + MISSED_S * chance for cost, chance in zip(costs, late, strict=True)]
-        if request.token_within_s and request.short_tokens:
-            self._slow = self._slowly(request.short_tokens, request.token_within_s)
-            answers = [cost + MISSED_S * chance for cost, chance in zip(answers, self._slow, strict=True)]
-        self._prefills, self._alone = costs, list(map(operator.add, costs, answers))
-        if self._slow and late:  # it misses its class once
-            both = map(operator.mul, self._slow, late)
-            self._alone = [cost - MISSED_S * chance for cost, chance in zip(self._alone, both, strict=False)]
-        found = list(self._alone)
-        if self.contract and self._may_compute():
-            self._first_s = min([costs[at] for at in self._places[""]])
-            first_s = HANDOVER_S + self._first_s
-            splits = [first_s + cost for cost in answers]
-            if self._slow and late:
-                over_s = first_s - least_s
-                splits = [cost - over_s * chance for cost, chance in zip(splits, self._slow, strict=True)]
-            at = found.index(min(found))
-            best_s = self.price(at)[0] if self.has_copies(at) else found[at]
-            for at in [at for at, cost in enumerate(splits) if cost < best_s]:
-                handing = self._handing[at] = splits[at] + sum(self._handed(at, lacking[at]))
-                found[at] = min(found[at], handing)
-        return found
+        answers = self._answers = [answer * one.token_s + MISSED_S * one.crowded for one in self.engines]
+        alone = self._alone = list(map(operator.add, prefills, answers))
+        least_s = min(prefills)
+        self._settle(alone, range(len(alone)))
+        able = bool(self.contract) and self._may_compute()
+        return self._with_splits(least_s, min(alone)) if able else alone
 
-    def _handed(self, at: int, lacks: int) -> tuple[float, float]:
-        """Return the seconds of a load from the own server when another engine has computed, and of the rest."""
-        one, rest = self.engines[at], REST_TOKENS[self.contract]
-        path = one.paths.get("l1", _NO_PATH)
-        return path.latency_s + (
-            path.queued_tokens + lacks - rest
-        ) / path.tokens_s, rest / one.prefill_tokens_s
+    def _near(self, cost: float) -> float:
+        return cost + self.near_share * abs(cost)
+
+    def _settle(self, costs: list[float], some: Sequence[int]) -> None:
+        """Have the exact costs of those which cost the least, or near it. `costs`: `_prefills` or `_alone`."""
+        least = [costs[at] for at in some]
+        first = some[least.index(min(least))]
+        self._make_exact((first,))
+        near_s = self._near(costs[first])
+        some = [at for at, cost in zip(some, least, strict=True) if cost <= near_s]
+        self._make_exact(some, ways=False)
+        for at in sorted(some, key=costs.__getitem__) if self.shared or self.own else ():
+            if costs[at] > near_s:
+                break
+            self._make_exact((at,))
+            near_s = min(near_s, self._near(costs[at]))
+
+    def _make_exact(self, some: Sequence[int], *, ways: bool = True) -> None:
+        """Have what it costs at these of `everyone`, with the requests that miss their classes for it.
+
+        Without `ways` it is what it costs at least where there are several.
+        """
+        request, now_s, erfc, late = self.request, self.now_s, math.erfc, self._late
+        within_s, each_s = request.within_s, SQRT_HALF / (LATE_DOUBT * (request.within_s or 1.0))
+        ways = ways and bool(self.shared or self.own)
+        if not (within_s or self._is_limited or ways):
+            some = [at for at in some if self.everyone[at].limited]
+        if self._is_limited:
+            self._slowly([at for at in some if at < len(self.engines)])
+        for at in some:
+            one, missed, chance = self.everyone[at], 0.0, 0.0
+            if ways and at not in self._ways and (self.shared or one.name in self.own):
+                way = self._ways[at] = self._way(at)
+                compute_s, wait_s = way.compute_s, way.queue_s + way.load_s
+                self._prefills[at] = wait_s + (compute_s - way.spared_s) * (1.0 + self.share * one.running)
+            elif at in late:
+                continue
+            else:
+                compute_s = self._lacks.get(one.name, self._usual) / one.prefill_tokens_s
+                wait_s = one.drained_s - now_s
+                if wait_s < one.behind_s:
+                    wait_s = one.behind_s
+                if now_s > one.late_s:
+                    wait_s += now_s - one.late_s
+            if one.limited:
+                missed = 0.5 * one.limited * erfc(one.spare - one.strain * compute_s) - one.missed
+            if within_s:
+                chance = 0.5 * erfc((within_s - wait_s - compute_s) * each_s)
+            late[at] = chance
+            self._prefills[at] += MISSED_S * (missed + chance)
+            if at < len(self.engines):  # a request misses its class once, however late and slow it is
+                slow = self._slow[at] * (1.0 - chance) if self._is_limited else 0.0
+                self._alone[at] = self._prefills[at] + self._answers[at] + MISSED_S * slow
+
+    def _slowly(self, some: Sequence[int]) -> None:
+        """Have how likely the answer of each of these engines is to be too slow: as model.spare has it, at once."""
+        tokens, limit_s, slow = self.request.short_tokens, self.request.token_within_s, self._slow
+        doubt_s, root, all_ = SLOW_DOUBT * tokens * limit_s + 1e-9, math.sqrt(tokens), SQRT_HALF * tokens
+        for at in some:
+            if at not in slow:
+                one = self.engines[at]
+                slow[at] = 0.5 * math.erfc(all_ * (limit_s - one.pace_s) / (doubt_s + root * one.jitter_s))
+
+    def _with_splits(self, least_s: float, best_s: float) -> list[float]:
+        """Return the costs where splits cost less. `least_s`: of computing the prompt, whatever classes it misses."""
+        found, leg, rest = list(self._alone), self._leg(""), REST_TOKENS[self.contract]
+        near_s, first_s, once_s = self._near(best_s), HANDOVER_S + leg.cost, MISSED_S + least_s - leg.cost
+        most_s = near_s - first_s - min(0.0, once_s)
+        able = [at for at, cost in enumerate(self._answers) if cost <= most_s]
+        if self._is_limited:
+            self._slowly(able)
+        bounds = {}
+        for at in able:
+            one = self.engines[at]
+            path = one.paths.get("l1", _NO_PATH)
+            load_s = path.latency_s + (self._lacks.get(one.name, self._usual) - rest) / path.tokens_s
+            bounds[at] = first_s + load_s + self._answers[at] + self._slow.get(at, 0.0) * once_s
+        for at in sorted(bounds, key=bounds.__getitem__):
+            if bounds[at] > near_s:
+                break
+            one = self.engines[at]
+            own = self._places.get(one.instance, ()) if leg.engine.instance != one.instance else ()
+            more_s = max(0.0, one.queue_s(self.now_s) - leg.ttft_s)
+            if own and "peer" in one.paths:
+                lacks = self._lacks.get(one.name, self._usual) - rest
+                more_s += _handed_s(one, lacks, far=True) - _handed_s(one, lacks)
+            places = [""] if bounds[at] + more_s <= near_s else []
+            if own and bounds[at] - leg.cost + min([self._prefills[other] for other in own]) <= near_s:
+                places.append(one.instance)
+            for place in places:
+                split = self._split(at, self._leg(place))
+                if split is not None and split.cost < found[at]:
+                    self.splits[at], found[at] = split, split.cost
+            near_s = min(near_s, self._near(found[at]))
+        return found
 
     def _may_compute(self) -> bool:
         """Note who may compute the prompt for another one; returns whether somebody may."""
@@ -243,62 +310,44 @@ class View:
                 places.setdefault(self.everyone[at].instance, []).append(at)
         return bool(able)
 
-    def _lacking(self) -> list[int]:
-        """Return what each of `everyone` computes of the prompt, at least: as if the longest copy were at hand."""
-        n, most, usual = self.request.tokens, self.knowledge.cached, self.request.tokens
-        if self.own:
-            most = dict(most)
+    def _lacking(self) -> tuple[dict[str, int], int]:
+        """Return what engines, by name, and all others compute at least: as if the longest copy were at hand."""
+        n, most = self.request.tokens, self.knowledge.cached
+        anywhere = max([copy.tokens for copy in self.shared], default=0)
+        if self.own or anywhere:
+            most = {name: max(tokens, anywhere) for name, tokens in most.items()}
             for name, copies in self.own.items():
-                most[name] = max(most.get(name, 0), *(copy.tokens for copy in copies))
-        if self.shared:
-            anywhere = min(max(copy.tokens for copy in self.shared), n - 1)
-            usual = n - anywhere
-            most = {name: tokens for name, tokens in most.items() if tokens > anywhere}
-        get = {name: n - tokens if tokens < n else 1 for name, tokens in most.items()}.get
-        return [get(one.name, usual) for one in self.everyone]
+                most[name] = max(most.get(name, anywhere), *(copy.tokens for copy in copies))
+        return {name: n - tokens if tokens < n else 1 for name, tokens in most.items()}, max(1, n - anywhere)
 
-    def has_copies(self, at: int) -> bool:
-        """Whether the bound of an engine may be less than its cost alone."""
-        return bool(self.shared) or self.engines[at].name in self.own
-
-    def cost(self, at: int) -> float:
-        """Return what it costs at the engine with this index."""
-        alone_s = self.price(at)[0] if self.has_copies(at) else self._alone[at]
-        split = self.split(at, alone_s)
-        return alone_s if split is None else split.cost
-
-    def price(self, at: int) -> tuple[float, Estimate, dict[str, float]]:
-        """Return what it costs at an engine alone, the way, and the terms of the cost, by their names."""
-        engine, way = self.engines[at], self._way(at)
+    def explained(self, at: int) -> tuple[dict[str, float], Way, Leg | None]:
+        """Return the terms of the cost at an engine, by their names, the way, and the other engine of a split."""
+        self._make_exact((at,))
+        engine, way, split = self.engines[at], self._ways.get(at) or self._way(at), self.splits.get(at)
         answer_s = self.request.answer_tokens * engine.token_s
         others_s = engine.running * (way.compute_s - way.spared_s)
         missed = self._missed(at, way.compute_s, way.ttft_s)
-        alone_s = way.ttft_s - way.spared_s + self.share * (answer_s + others_s) + MISSED_S * missed
         terms = {"queue_s": way.queue_s, "load_s": way.load_s, "compute_s": way.compute_s}
         if missed:
             terms["missed"] = missed
         if self.share:
             terms |= {"answer_s": answer_s, "others_s": others_s, "spared_s": way.spared_s}
-        return alone_s, way, terms
+        terms["cached_tokens"] = way.cached_tokens
+        if split is None:
+            return terms, way.way, None
+        alone_s = way.ttft_s - way.spared_s + self.share * (answer_s + others_s) + MISSED_S * missed
+        terms |= {"alone_s": alone_s, "split_s": split.cost}
+        return terms, split.way, Leg(engine=split.prefill.engine.name, way=split.prefill.found.way)
 
     def _missed(self, at: int, prompt_s: float, ttft_s: float) -> float:
         """How many requests are expected to miss their classes at an engine that computes so long, and answers."""
-        one = self.engines[at]
-        late = self._late(ttft_s) if self.request.within_s else 0.0
-        slow = self._slow[at] if self._slow else 0.0
+        one, late, slow = self.engines[at], self._lateness(ttft_s), self._slow.get(at, 0.0)
         return late + slow - late * slow + (one.crowded + harmed(one, prompt_s) if one.limited else 0.0)
 
-    def _late(self, ttft_s: float) -> float:
+    def _lateness(self, ttft_s: float) -> float:
         """How likely a first token that is expected then is to come later than the class allows."""
-        return 0.5 * math.erfc((self._within_s - ttft_s) * self._each_s)
-
-    def _slowly(self, tokens: float, limit_s: float) -> list[float]:
-        """How likely each engine's answer of so many tokens is to miss its limit: as model.spare has it, at once."""
-        doubt_s, root, all_ = SLOW_DOUBT * tokens * limit_s + 1e-9, math.sqrt(tokens), SQRT_HALF * tokens
-        return [
-            0.5 * math.erfc(all_ * (limit_s - one.pace_s) / (doubt_s + root * one.jitter_s))
-            for one in self.engines
-        ]
+        within_s = self.request.within_s
+        return 0.5 * math.erfc((within_s - ttft_s) * SQRT_HALF / (LATE_DOUBT * within_s)) if within_s else 0.0
 
     def _way(self, at: int) -> Estimate:
         """Return the cheapest way at one engine; of equally cheap ones the first."""
@@ -341,61 +390,51 @@ class View:
         spared_s = token_s * self.spared * max(0, self.held - cached_tokens)
         return Estimate(queue_s, load_s, compute_s, copy, cached_tokens, load_tokens, spared_s)
 
-    def split(self, at: int, most: float) -> Split | None:
-        """Return the best split with an engine that answers, if it costs less than `most`."""
-        least_s = self._handing.get(at, math.inf)
-        one, best, own = self.engines[at], None, self._places.get(self.engines[at].instance, ())
-        for place in ("", one.instance) if 0 < len(own) < len(self._places.get("", ())) else ("",):
-            if place:
-                more_s = min([self._prefills[other] for other in own]) - self._first_s
-                least_s += more_s * (1.0 - self._slow[at]) if self._slow else more_s
-            if least_s >= most:
-                continue
-            leg = self._leg(place)  # itself: then no other one computes it for less
-            if may_hand_over(self.contract, leg.engine, one):
-                split = self._split(at, leg)
-                if split is not None and split.cost < most:
-                    best, most = split, split.cost
-        return best
-
     def _leg(self, place: str) -> Prefill:
         """Return the engine of an instance, or of all, that computes the prompt for the least; remembered."""
         if place not in self._legs:
-            able, found = self._places[place], dict[int, Prefill]()
-
-            def exact(index: int) -> float:
-                found[index] = self._prefill(able[index])
-                return found[index].cost
-
-            costs, engines = [self._prefills[at] for at in able], [self.everyone[at] for at in able]
-            self._legs[place] = found[cheapest(costs, engines, self.request.id, exact)[0]]
+            able, costs = self._places[place], self._prefills
+            self._settle(costs, able)
+            best, _ = cheapest(
+                [costs[at] for at in able], [self.everyone[at] for at in able], self.request.id
+            )
+            at = able[best]
+            one, way = self.everyone[at], self._ways.get(at) or self._way(at)
+            others_s = costs[at] - way.ttft_s - MISSED_S * self._late.get(at, 0.0)
+            self._legs[place] = Prefill(costs[at], one, way, way.ttft_s, others_s)
         return self._legs[place]
 
-    def _prefill(self, at: int) -> Prefill:
-        one, way = self.everyone[at], self._way(at)
-        others_s = self.share * one.running * (way.compute_s - way.spared_s) - way.spared_s
-        if one.limited:
-            others_s += MISSED_S * harmed(one, way.compute_s)
-        late = self._late(way.ttft_s) if self.request.within_s else 0.0
-        return Prefill(way.ttft_s + others_s + MISSED_S * late, one, way, way.ttft_s, others_s)
-
     def _split(self, at: int, leg: Prefill) -> Split | None:
+        """Return a split with an engine that answers; None: there is none."""
         one, n, rest = self.engines[at], self.request.tokens, REST_TOKENS[self.contract]
-        lacks = n - self._way(at).cached_tokens if self.has_copies(at) else self._lacks[at]
-        if lacks <= rest:
+        # If the leg is the engine itself, no other one computes it for less.
+        if not may_hand_over(self.contract, leg.engine, one):
             return None
-        load_s, rest_s = self._handed(at, lacks)
-        lacks -= rest
-        tier: Tier = "l1"
-        if self.contract == "kvstrata" and leg.engine.instance != one.instance:
-            tier, path, link = "peer", one.paths.get("l1", _NO_PATH), one.paths["peer"]
-            load_s += link.latency_s - path.latency_s
-            load_s += (link.queued_tokens + NOT_HIDDEN * lacks) * (1 / link.tokens_s - 1 / path.tokens_s)
-        ttft_s = max(leg.ttft_s, self._waits[at]) + HANDOVER_S + load_s + rest_s
+        if self.shared or one.name in self.own:
+            self._make_exact((at,))
+        own = self._ways.get(at)
+        lacks = (n - own.cached_tokens if own else self._lacks.get(one.name, self._usual)) - rest
+        if lacks <= 0:
+            return None
+        is_far = self.contract == "kvstrata" and leg.engine.instance != one.instance
+        load_s, rest_s = _handed_s(one, lacks, far=is_far), rest / one.prefill_tokens_s
+        ttft_s = max(leg.ttft_s, one.queue_s(self.now_s)) + HANDOVER_S + load_s + rest_s
         own_s = self.share * (one.running * rest_s + self.request.answer_tokens * one.token_s)
         cost = ttft_s + leg.others_s + own_s + MISSED_S * self._missed(at, rest_s, ttft_s)
+        tier: Tier = "peer" if is_far else "l1"
         way = Way(cached_tokens=n - rest, tier=tier, load_tokens=lacks, load_s=load_s, ttft_s=ttft_s)
         return Split(cost, leg, way)
+
+
+def _handed_s(one: EngineState, lacks: int, *, far: bool = False) -> float:
+    """Return the seconds of a load of what another engine has computed; `far`: at another host."""
+    path = one.paths.get("l1", _NO_PATH)
+    seconds = path.latency_s + (path.queued_tokens + lacks) / path.tokens_s
+    if far:
+        link = one.paths.get("peer", _NO_PATH)
+        seconds += link.latency_s - path.latency_s
+        seconds += (link.queued_tokens + NOT_HIDDEN * lacks) * (1 / link.tokens_s - 1 / path.tokens_s)
+    return seconds
 
 
 def _rank(copy: Copy) -> tuple[object, ...]:
@@ -432,49 +471,19 @@ def harmed(one: EngineState, prompt_s: float) -> float:
 
 
 def cheapest(
-    costs: list[float],
-    engines: Sequence[EngineState],
-    key: str,
-    exact: Callable[[int], float],
-    near_share: float = 0.0,
+    costs: list[float], engines: Sequence[EngineState], key: str, near_share: float = 0.0
 ) -> tuple[int, bool]:
-    """Return the index of the lowest cost, and whether others hardly differ, of which the key chooses one.
-
-    `costs` are bounds, and are replaced by what `exact` says as far as they may be the lowest.
-    """
-    least = min(costs)
-    first = costs.index(least)
-    lowest = costs[first] = exact(first)
-    below = [at for at, bound in enumerate(costs) if bound < lowest] if lowest > least else []
-    for at in sorted(below, key=costs.__getitem__):
-        if costs[at] >= lowest:
-            break
-        costs[at] = exact(at)
-        lowest = min(lowest, costs[at])
+    """Return the index of the lowest cost, and whether others hardly differ, of which the key chooses one."""
+    lowest = min(costs)
     limit = lowest + abs(lowest) * near_share
-    while True:
-        near = [at for at, cost in enumerate(costs) if cost <= limit]
-        if len(near) == 1:
-            return near[0], False
-        at = near[ranked_first(key, [engines[at].name for at in near])]
-        costs[at] = exact(at)
-        if costs[at] <= limit:
-            return at, True
+    near = [at for at, cost in enumerate(costs) if cost <= limit]
+    if len(near) == 1:
+        return near[0], False
+    near.sort(key=[one.name for one in engines].__getitem__)
+    return near[_hashed(key) % len(near)], True
 
 
-class _Hashes(dict[str, int]):
-    """64 bits of each engine's name, remembered."""
-
-    def __missing__(self, name: str) -> int:
-        if len(self) >= MAX_NAMES:
-            self.clear()
-        value = self[name] = _hashed(name)
-        return value
-
-
-_HASHES = _Hashes()
-
-
+@functools.lru_cache(MAX_NAMES)
 def _hashed(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
@@ -484,6 +493,6 @@ def ranked_first(key: str, names: list[str]) -> int:
 
     A rendezvous hash: an engine that comes or goes moves only its keys.
     """
-    hashes, hashed = _HASHES, _hashed(key)
-    ranks = [(hashed ^ hashes[name]) * RANK_MULTIPLIER & 0xFFFFFFFFFFFFFFFF for name in names]
+    hashed = _hashed(key)
+    ranks = [(hashed ^ _hashed(name)) * RANK_MULTIPLIER & 0xFFFFFFFFFFFFFFFF for name in names]
     return ranks.index(max(ranks))
