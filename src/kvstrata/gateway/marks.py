@@ -22,8 +22,8 @@ class Marks(NamedTuple):
 
     number: int
     """The picker's; -1: the picker has not chosen."""
-    word: str
-    """The request's id."""
+    stream: str
+    """Envoy's name of the request (configuration.STREAM_ID); empty: not told."""
     is_end: bool
     status: int = 0
     """0: the client went before the answer's head."""
@@ -65,20 +65,22 @@ class Marks(NamedTuple):
 
 def marks_of(line: bytes) -> Marks | None:
     """Read a line; None if it is something else."""
-    words = [word.decode("latin-1") for word in line.split(None, 7)]  # a client's id may hold spaces
+    words = [word.decode("latin-1") for word in line.split()]
     if len(words) != 8:
         return None
-    number, kind, status, served, flags, attempts, told, word = words
+    number, kind, status, served, flags, attempts, told, stream = words
     if not (_is_count(status) and (_is_count(number) or number == "-")):
         return None
     known = frozenset(flags.split(",")) if flags != "-" else NO_FLAGS
     tried = int(attempts) if _is_count(attempts) else 0
-    return marks(number, word, kind == END, int(status), served if served != "-" else "", known, tried, told)
+    return marks(
+        number, stream, kind == END, int(status), served if served != "-" else "", known, tried, told
+    )
 
 
 def marks(
     number: str,
-    word: str,
+    stream: str,
     is_end: bool,
     status: int,
     served: str,
@@ -93,10 +95,10 @@ def marks(
             first_s, last_s = float(parts[0]), float(parts[1])
             events, whole, failed, *counts = map(int, parts[2:10])
             return Marks(
-                at, word, is_end, status, served, flags, attempts, first_s, last_s, events, bool(whole), bool(failed),
+                at, stream, is_end, status, served, flags, attempts, first_s, last_s, events, bool(whole), bool(failed),
                 _tokens(*counts), parts[10], parts[11],
             )  # fmt: skip
-    return Marks(at, word, is_end, status, served, flags, attempts)
+    return Marks(at, stream, is_end, status, served, flags, attempts)
 
 
 def _tokens(prompt: int, cached: int, completion: int, read: int, created: int) -> dict[str, int]:

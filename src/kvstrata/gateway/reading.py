@@ -51,7 +51,7 @@ class Reader:
 
     def read(self, request: Request, body: bytes, *, cut: bool) -> Wanted | Failure:
         """Read a request, and note what it asks for. `cut`: more of the body follows than can be read."""
-        (_, path, headers, word), route, tenant = request.head, request.route, request.tenant
+        (_, path, headers, word, _), route, tenant = request.head, request.route, request.tenant
         assert route is not None
         kv_tenant = tenant.settings.kv_tenant if tenant is not None else ""
         response = response_of(path) if path not in ROUTES else ""

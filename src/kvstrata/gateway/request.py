@@ -4,9 +4,9 @@
        └────▶ refused                                Envoy answers the client with the refusal
 
 1. Whatever comes of a request, what it holds goes back once: its place at the engine, its tenant's, its tokens.
-2. A request that Envoy has ended without a word of its number (the client went while the answer was on its way to
-   Envoy) is found by its id, and otherwise by Envoy's own count of requests, or since the log tells of each request
-   again and again (`Requests.lost`).
+2. A request that Envoy has ended without a word of its number (the client went before the choice had come to Envoy) is
+   found by Envoy's name of it, also if Envoy's word comes before the request, and otherwise by Envoy's own count of
+   requests, or since the log tells of each request again and again (`Requests.lost`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 RANK = "x-data-parallel-rank"
 """Names a rank of the engine, which the client does not know; vLLM reads it."""
 MAX_ID_CHARS = 128
+MAX_GONE = 4_096
 MAX_OTHERS = 2
 """Further engines that are named for a request."""
 
@@ -49,6 +51,8 @@ class Head(NamedTuple):
     headers: Mapping[bytes, bytes]
     word: str
     """Its id."""
+    stream: str = ""
+    """Our own Envoy's name of it (configuration.STREAM_ID)."""
 
 
 class Chosen(NamedTuple):
@@ -72,6 +76,8 @@ class Request:
         self.head = head
         self.arrived_s = self.heard_s = arrived_s
         """When it came, and when something was heard of it for the last time."""
+        self.left = False
+        """Whether its client went before the choice of its engine."""
         self.body_bytes = 0
         self.tenant: Tenant | None = None
         """Who has sent it; None: clients need no key."""
@@ -144,7 +150,9 @@ class Requests:
         self.parts: Parts
         """Set before the first request."""
         self._by_number: dict[int, Request] = {}
-        self._by_word: dict[str, Request] = {}
+        self._by_stream: dict[str, Request] = {}
+        self._gone: OrderedDict[str, None] = OrderedDict()
+        """Names of the newest that Envoy has ended and that are not known here: perhaps they are still to come."""
         self._deciding = 0
         self.idle: Callable[[], None] = lambda: None
         """Called when the last has ended."""
@@ -160,7 +168,11 @@ class Requests:
         """A request has come; `decide`, or `drop`, must follow."""
         self._deciding += 1
         self.came_s = self.parts.now_s()
-        return Request(head, self.came_s)
+        request = Request(head, self.came_s)
+        if head.stream:
+            self._by_stream[head.stream] = request
+            request.left = head.stream in self._gone
+        return request
 
     async def decide(
         self, request: Request, body: bytes, *, cut: bool = False, subset: Sequence[str] | None = None
@@ -173,11 +185,11 @@ class Requests:
         try:
             decided = await self._decided(request, body, cut, subset)
         finally:
-            if isinstance(decided, Chosen):
+            if isinstance(decided, Chosen) and not request.left:
                 self._deciding -= 1
-                self._by_number[request.number] = self._by_word[request.head.word] = request
+                self._by_number[request.number] = request
             else:
-                self.drop(request, decided.code if decided is not None else CANCELLED)
+                self.drop(request, decided.code if isinstance(decided, Failure) else CANCELLED)
         return decided
 
     def drop(self, request: Request, outcome: str) -> None:
@@ -313,13 +325,18 @@ class Requests:
     def told(self, marks: Marks, now_s: float) -> None:
         """Envoy tells of a request."""
         request = self._by_number.get(marks.number)
-        if request is None and marks.number < 0 and marks.outcome == CANCELLED:
-            # The client went while the choice was on its way to Envoy.
-            request = self._by_word.get(marks.word)
+        if request is None and marks.number < 0 and marks.stream and marks.outcome == CANCELLED:
+            request = self._by_stream.get(marks.stream)
+            if request is None:
+                self._gone[marks.stream] = None
+                if len(self._gone) > MAX_GONE:
+                    self._gone.popitem(last=False)
         if request is None:
             return
         request.heard_s = now_s
-        if marks.is_end:
+        if request.number not in self._by_number:
+            request.left = True
+        elif marks.is_end:
             self._ended(request, marks)
         elif marks.first_s:
             self._first(request, now_s)
@@ -377,8 +394,8 @@ class Requests:
         if request.leg is not None:
             request.leg.cancel()
         self._by_number.pop(request.number, None)
-        if self._by_word.get(request.head.word) is request:
-            del self._by_word[request.head.word]
+        if self._by_stream.get(request.head.stream) is request:
+            del self._by_stream[request.head.stream]
         if tenant is not None and request.entered:
             tenant.leave()
         if choice is not None:

@@ -114,11 +114,17 @@ async def test_a_client_that_leaves_while_its_engine_is_chosen_is_forgotten(star
         await line.event(delta("a"))
         await line.gone()
 
-    gateway = await start(ScriptedEngine(behaviour=endless))
-    for _ in range(30):
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.004):
-                await status_of(session.post(gateway.url + CHAT, json=ask(True)))
+    gateway, same = await start(ScriptedEngine(behaviour=endless)), {"x-request-id": "same"}
+    async with session.post(gateway.url + CHAT, json=ask(True), headers=same) as other:
+        await other.content.readuntil(b"\n\n")
+        for number in range(400):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(number % 40 / 10_000):
+                    await status_of(session.post(gateway.url + CHAT, json=ask(True), headers=same))
+        await gateway.until(session, "they are forgotten", lambda page: page["gateway"]["in_flight"] <= 1)
+        assert (await gateway.status(session))["gateway"]["in_flight"] == 1, (
+            "the other request of this id is under way"
+        )
     await at_rest(gateway, session)
 
 

@@ -38,9 +38,11 @@ MAX_PREFILLED = 1_024
 """Questions that wait until another engine has computed the prompt, with the contracts `nixl` and `mooncake`."""
 MAX_ASKED = 256
 """Questions to the picker at a time, beside those of requests that wait in its queue: each takes a descriptor."""
+STREAM, STREAM_ID = "x-kv-stream", "%CONNECTION_ID%.%START_TIME(%s%9f)%"
+"""Names a request before the picker has numbered it; clients choose `x-request-id`, and may use one for many."""
 LINE = (
     f"%DYNAMIC_METADATA({AUTHZ}:{NUMBER})% %ACCESS_LOG_TYPE% %RESPONSE_CODE% %UPSTREAM_HOST% %RESPONSE_FLAGS% "
-    "%UPSTREAM_REQUEST_ATTEMPT_COUNT% %DYNAMIC_METADATA(kv:marks)% %REQ(X-REQUEST-ID)%\n"
+    f"%UPSTREAM_REQUEST_ATTEMPT_COUNT% %DYNAMIC_METADATA(kv:marks)% {STREAM_ID}\n"
 )
 """A request's line in the access log, which marks.py reads."""
 _HTTP = "type.googleapis.com/envoy.extensions.filters.http"
@@ -101,6 +103,7 @@ def configuration(settings: GatewaySettings, place: Place, pipe: int) -> dict[st
         # With tenants all of a body is read, since fields of theirs are added to it.
         "read_bytes": MAX_BODY_BYTES + 1 if settings.tenants else READ_BYTES,
         "short": SHORT_BYTES,
+        "stream": {"key": STREAM, "value": STREAM_ID},
         "silence": f"{settings.timeouts.silence_s:g}s",
         "too_large": error_body(TOO_LARGE, "").decode(),
         "too_long": MAX_BODY_BYTES + 1,

@@ -19,7 +19,7 @@ from typing import cast
 import msgspec
 
 from kvstrata import __version__
-from kvstrata.gateway.envoy.configuration import ENDPOINT, FRAGMENT, NUMBER, UNAVAILABLE
+from kvstrata.gateway.envoy.configuration import ENDPOINT, FRAGMENT, NUMBER, STREAM, UNAVAILABLE
 from kvstrata.gateway.errors import Failure, error_body
 from kvstrata.gateway.marks import CANCELLED
 from kvstrata.gateway.parts import Parts
@@ -117,7 +117,8 @@ class Question(asyncio.Protocol):
         word = request_id(headers.get(b"x-request-id", b""))
         try:
             if path.startswith(CHOOSE):
-                await self._choose(Head(method, path.removeprefix(CHOOSE), headers, word), body)
+                stream = headers.get(STREAM.encode(), b"").decode("latin-1")
+                await self._choose(Head(method, path.removeprefix(CHOOSE), headers, word, stream), body)
             elif path.startswith(ENTER):
                 known = self._front.parts.door.tenant_of(headers)
                 if isinstance(known, Failure):
