@@ -192,7 +192,7 @@ class MooncakeConductor(Formula, frozen=True, kw_only=True, tag="mooncake_conduc
         path = engine.paths.get("peer")
         if path is None or best <= own or best <= self.balancing_threshold * own:
             return Way(cached_tokens=own, ttft_s=queue_s + (tokens - own) / engine.prefill_tokens_s)
-        transfer_s = path.latency_s + (path.queued_tokens + best - own) / path.tokens_s
+        transfer_s = max(0.0, path.free_s - view.now_s) + path.latency_s + (best - own) / path.tokens_s
         return Way(
             cached_tokens=best,
             tier="peer",

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,7 +28,7 @@ from kvstrata.gateway.routing.choose import AnyPolicy, Record, choose
 from kvstrata.gateway.routing.model import Copy, Decision, Knowledge, Request, Tier, Way
 from kvstrata.gateway.routing.price import longest
 from kvstrata.gateway.routing.queues import Flight, Sending
-from kvstrata.gateway.routing.rates import Decoded, Loading
+from kvstrata.gateway.routing.rates import Decoded
 from kvstrata.gateway.sharing.telling import Sent, Teller
 
 if TYPE_CHECKING:
@@ -127,7 +126,8 @@ class Choosing:
         self.decisions = Decisions(now_s)
         self.teller: Teller | None = None
         """Who tells other gateways; None: nobody."""
-        self._loading = Loading(now_s)
+        self._busy: dict[str, float] = {}
+        """When the loads from peers should have ended, by their names."""
         self.freed: Callable[[], None] = lambda: None
         """Called when an engine may have got room."""
         self._sent: dict[bytes, int] = {}
@@ -173,8 +173,8 @@ class Choosing:
         tiers: set[Tier] = {copy.tier for copy in knowledge.copies} - {"l0"}
         if wanted.contract:
             tiers |= {"l1", "peer"} if self._fleet.peers and wanted.contract == "kvstrata" else {"l1"}
-        peers = {copy.source for copy in knowledge.copies if copy.tier == "peer"}
-        loads = self._fleet.loads(serving, tiers, self._loading.queued(peers) if tiers else Counter())
+        self._fleet.know_paths(tiers)
+        loads = serving.loads
         helpers = [one.load for one in serving.helpers]
         decision = choose(
             request, loads, knowledge, now_s, policy=self.policy, helpers=helpers, contract=wanted.contract
@@ -225,9 +225,11 @@ class Choosing:
             return Knowledge(copies=self.prefixes.copies(wanted.keys, generations, now_s))
         known = self._residency.known(wanted.prompt)
         sent = self.prefixes.copies(wanted.keys, generations, now_s, self._residency.heard)
+        self._busy = {source: free_s for source, free_s in self._busy.items() if free_s > now_s}
         return Knowledge(
             cached={name: tokens for name, tokens in known.items() if name in generations},
             copies=[*wanted.held, *sent],
+            busy=self._busy,
             block_life_s=self._residency.block_life_s,
         )
 
@@ -306,7 +308,10 @@ class Choosing:
         wanted, engine, way = choice.wanted, choice.engine, choice.way
         loads = way is not None and way.load_tokens > 0
         if way is not None and loads:
-            self._loading.began(wanted.number, engine.name, way.tier, way.source, way.load_tokens, way.load_s)
+            path, ends_s = engine.load.paths[way.tier], self._now_s() + way.load_s
+            path.free_s = max(path.free_s, ends_s)
+            if way.tier == "peer":
+                self._busy[way.source] = max(ends_s, self._busy.get(way.source, 0.0))
             choice.spoil()  # the time to its first token will be that of a load
         if self.teller is not None:
             self.teller.sent(
@@ -353,7 +358,6 @@ class Choosing:
         if choice.kept is not None:
             choice.kept.ttft_s = now_s - choice.at_s
         self.prefixes.note(wanted.keys, engine.name, engine.generation, now_s, computed=True)
-        self._loading.ended(wanted.number)
         self.freed()
 
     def ended(self, choice: Choice, *, answered: bool) -> None:
@@ -370,7 +374,6 @@ class Choosing:
             self.teller.ended(choice.wanted.number, answered=answered)
         if not answered:
             self.prefixes.take_back(choice.wanted.keys, choice.engine.name)
-        self._loading.ended(choice.wanted.number)
         self.freed()
 
     def answered(self, choice: Choice, request: Arrived) -> None:

@@ -17,12 +17,9 @@ import enum
 import functools
 import ipaddress
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
-
-import msgspec
 
 from kvstrata.config.gateway_model import EngineSettings
 from kvstrata.errors import ConfigError
@@ -156,6 +153,8 @@ class Fleet:
         self.decode_rates = DecodeRates()
         self.load_rates = LoadRates()
         self._instance_of: Callable[[ServingEngine], str] = lambda engine: ""
+        self._tiers: set[Tier] = set()
+        """To which the engines' paths are known."""
         self.peers = False
         """Whether instances read from each other."""
         self._rated_s = float("-inf")
@@ -226,6 +225,7 @@ class Fleet:
         for target in (engine, *engine.ranks):
             target.load.role = engine.place.role
             target.load.instance = engine.place.instance or self._instance_of(engine)
+            self._rate_paths(target.load)
 
     def attach(self, instance_of: Callable[[ServingEngine], str], *, peers: bool) -> None:
         """Controllers tell to which instances engines are attached, empty: not known, and if these read each other."""
@@ -326,6 +326,7 @@ class Fleet:
             self._rated_s, tokens = now_s, self.decode_rates.answer_tokens("")
             for each in self._places():
                 each.queue.rate(self.decode_rates.line(each.name), tokens, now_s)
+                self._rate_paths(each.load)
 
     def ended(self, engine: ServingEngine, flight: Flight) -> Decoded | None:
         """A request that `began` has ended, however. Returns what is known of its answer, if there was one."""
@@ -404,24 +405,18 @@ class Fleet:
         entry = self._entry(model)
         return "" if entry is None else _word(entry.get("parent")) or model
 
-    def loads(
-        self,
-        serving: Serving,
-        tiers: Collection[Tier] = (),
-        queued: Mapping[tuple[str, Tier], int] = MappingProxyType({}),
-    ) -> list[Load]:
-        """What the choice needs to know of these engines, with their paths to tiers that hold something.
+    def know_paths(self, tiers: set[Tier]) -> None:
+        """From now on the engines' paths to these tiers are known too, as fast as they were measured last."""
+        if not tiers <= self._tiers:
+            self._tiers |= tiers
+            for each in self._places():
+                self._rate_paths(each.load)
 
-        `queued`: tokens of loads that go on, as `Loading` counts them.
-        """
-        for load in (*serving.loads, *(one.load for one in serving.helpers)) if tiers else ():
-            load.paths = {}
-            for tier in tiers:
-                path = self.load_rates.path(load.name, tier, load.prefill_tokens_s)
-                if tokens := queued.get((load.name, tier), 0) + queued.get(("", tier), 0):
-                    path = msgspec.structs.replace(path, queued_tokens=tokens)
-                load.paths[tier] = path
-        return serving.loads
+    def _rate_paths(self, load: Load) -> None:
+        for tier in self._tiers:
+            path, before = self.load_rates.path(load.name, tier, load.prefill_tokens_s), load.paths.get(tier)
+            path.free_s = before.free_s if before is not None else 0.0
+            load.paths[tier] = path
 
     def knows_all_models(self) -> bool:
         """Whether each engine has told its models, so that a model that none has does not exist."""

@@ -26,7 +26,10 @@ TTFT = Ttft()
 paths = st.dictionaries(
     st.sampled_from(TIERS),
     st.builds(
-        LoadPath, latency_s=st.floats(0, 2), tokens_s=st.floats(100, 1e6), queued_tokens=st.integers(0, 10**6)
+        LoadPath,
+        latency_s=st.floats(0, 2),
+        tokens_s=st.floats(100, 1e6),
+        free_s=st.floats(NOW_S - 5, NOW_S + 30),
     ),
 )
 copies = st.builds(

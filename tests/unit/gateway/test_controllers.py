@@ -155,3 +155,35 @@ def test_a_load_is_not_timed_as_computing(tier: Any) -> None:
         assert not fleet.measured(fleet.engines["a"]), "no prefill rate comes of a load"
     finally:
         residency.close()
+
+
+@pytest.mark.parametrize(
+    ("tier", "source", "waits"), [("l2", "disk", False), ("peer", "i", True), ("peer", "j", False)]
+)
+def test_a_load_waits_for_those_before_it_over_its_engine_s_link_or_from_its_peer(
+    tier: Any, source: str, waits: bool
+) -> None:
+    now_s = [100.0]
+    fleet = Fleet(lambda: now_s[0])
+    fleet.set_places([Place(name, Address("127.0.0.1", port, False)) for port, name in enumerate("ab", 1)])
+    for one in fleet.engines.values():
+        fleet.up(one, {"m": {}})
+    residency = Residency(lambda: now_s[0])
+    try:
+        choosing = Choosing(POLICIES["ttft"](), fleet, residency, Meters({}), lambda: now_s[0])
+
+        def load_s(n: int, engine: str, tier: Any, source: str) -> float:
+            held = [Copy(engine=engine, tier=tier, tokens=90_000, source=source)]
+            prompt = Prompt(range(n * 100_000, n * 100_000 + 91_000))
+            choice = choosing.choose(Wanted(str(n), n, "m", 91_000, prompt=prompt, held=held))
+            assert choice is not None and choice.way is not None and choice.engine.name == engine
+            choosing.dispatched(choice)
+            return choice.way.load_s
+
+        alone_s = load_s(1, "a", "peer", "i")
+        assert load_s(2, "a", "peer", "other") == pytest.approx(2 * alone_s), "the same link"
+        before_s = load_s(3, "b", tier, source)
+        now_s[0] += 100.0
+        assert before_s == pytest.approx(load_s(4, "b", tier, source) + waits * alone_s)
+    finally:
+        residency.close()

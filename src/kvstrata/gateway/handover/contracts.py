@@ -1,10 +1,26 @@
-"""What a contract between two engines says: what one that computes a prompt is told, and the one that answers."""
+"""What a contract between two engines says: what one that computes a prompt is told, and the one that answers.
+
+`kvstrata`: content keys are the whole protocol.  Both engines get the request at once.  The connector of the one that
+computes promises the chunks of its prompt to their `lmcache-server`, and the one that answers waits there for them
+(`kvstrata.wait_ms`), or its server does at the other's instance (`kvstrata.from`).  It computes what does not come.
+
+`nixl`, vLLM's NixlConnector: the engine that answers reads the memory of the one that computes.  The latter answers
+first, and tells where its blocks lie; it keeps them until they are read, or for 30 s.  What it returns goes to the
+other one unread.
+
+`mooncake`, vLLM's MooncakeConnector: the engine that computes writes into the memory of the one that answers.  Both are
+told the same new number of the transfer, and the one that answers also the other's id, which changes whenever that
+starts: its bootstrap server tells it.  The one that computes keeps the blocks until they are fetched, or for 480 s, but
+only if its answer ended at one token, and not by a stop; vLLM would let the other one wait as long for blocks that are
+not there, so it answers later, and only then.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import msgspec
 
@@ -24,54 +40,6 @@ TELLS_S = 2.0
 MAX_BYTES = 1 << 20
 
 
-class ByServer:
-    """The contract `kvstrata`: content keys are the whole protocol.
-
-    Both engines get the request at once.  The connector of the one that computes promises the chunks of its prompt to
-    their `lmcache-server`, and the one that answers waits there for them (`kvstrata.wait_ms`), or its server does at
-    the other's instance (`kvstrata.from`).  It computes what does not come.
-    """
-
-    answers_later: ClassVar[bool] = False
-    """Whether the engine that answers gets the request only when the other one has answered."""
-
-    def __init__(self, asker: Asker, prefill: ServingEngine, expected_s: float, source: str) -> None:
-        """`expected_s`: until `prefill` has computed; `source`: the other host's instance, if there are two."""
-        self.asker, self.prefill, self.expected_s, self.source = asker, prefill, expected_s, source
-
-    def for_prefill(self) -> Fields:
-        """What the engine that computes is told: nothing."""
-        return {}
-
-    async def for_answer(self, returned: Fields | None) -> Fields:
-        """What the engine that answers is told; empty: nothing, and it computes the prompt.
-
-        `returned`: what the other one answered, maybe nothing; None: it failed, or is not awaited.  Here: wait twice as
-        long as the prompt is expected to take, and a second.
-        """
-        wait_ms = min(MOST_WAIT_MS, LEAST_WAIT_MS + round(2_000 * max(0.0, self.expected_s)))
-        return {"kvstrata.wait_ms": wait_ms} | ({"kvstrata.from": self.source} if self.source else {})
-
-
-class ByNixl(ByServer):
-    """vLLM's NixlConnector: the engine that answers reads the memory of the one that computes.
-
-    The latter answers first, and tells where its blocks lie; it keeps them until they are read, or for 30 s.  What it
-    returns goes to the other one unread.
-    """
-
-    answers_later: ClassVar[bool] = True
-
-    def for_prefill(self) -> Fields:
-        """Keep the blocks for another engine, which is not known yet."""
-        nobody = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
-        return {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(nobody)}
-
-    async def for_answer(self, returned: Fields | None) -> Fields:
-        """What was returned, if it names blocks: a prompt shorter than a block has none."""
-        return returned if returned and returned.get("do_remote_prefill") else {}
-
-
 class _Engine(msgspec.Struct):
     engine_id: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
@@ -79,47 +47,55 @@ class _Engine(msgspec.Struct):
 _engines = msgspec.json.Decoder(dict[str, _Engine]).decode
 
 
-class ByMooncake(ByServer):
-    """vLLM's MooncakeConnector: the engine that computes writes into the memory of the one that answers.
+@dataclass(slots=True)
+class Handover:
+    """One request's, by its contract."""
 
-    Both are told the same new number of the transfer, and the one that answers also the other's id, which changes
-    whenever that starts: its bootstrap server tells it.  The one that computes keeps the blocks until they are fetched,
-    or for 480 s, but only if its answer ended at one token, and not by a stop; vLLM would let the other one wait as
-    long for blocks that are not there, so it answers later, and only then.
-    """
-
-    answers_later: ClassVar[bool] = True
-
-    def __init__(self, asker: Asker, prefill: ServingEngine, expected_s: float, source: str) -> None:
-        """As for all contracts."""
-        super().__init__(asker, prefill, expected_s, source)
-        self._transfer = secrets.token_hex(16)
+    contract: Contract
+    prefill: ServingEngine
+    expected_s: float
+    """Until `prefill` has computed."""
+    source: str
+    """The other host's instance, if there are two."""
+    transfer: str = field(default_factory=lambda: secrets.token_hex(16))
 
     def for_prefill(self) -> Fields:
-        """Keep the blocks for the engine that names this transfer."""
-        return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": self._transfer}
+        """What the engine that computes is told: to keep the blocks for another one, or nothing."""
+        if self.contract == "kvstrata":
+            return {}
+        keep = {"do_remote_decode": True, "do_remote_prefill": False}
+        if self.contract == "mooncake":
+            return keep | {"transfer_id": self.transfer}
+        nobody = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+        return keep | dict.fromkeys(nobody)
 
-    async def for_answer(self, returned: Fields | None) -> Fields:
-        """Whose blocks to fetch."""
+    async def for_answer(self, asker: Asker, leg: asyncio.Task[Fields | None]) -> Fields:
+        """What the engine that answers is told; empty: nothing, and it computes the prompt.
+
+        `leg`: what the other one answers, maybe nothing; None: it failed.
+        """
+        if self.contract == "kvstrata":  # twice as long as the prompt is expected to take, and a second
+            wait_ms = min(MOST_WAIT_MS, LEAST_WAIT_MS + round(2_000 * max(0.0, self.expected_s)))
+            return {"kvstrata.wait_ms": wait_ms} | ({"kvstrata.from": self.source} if self.source else {})
+        returned = await leg
+        if self.contract == "nixl":  # a prompt shorter than a block has none
+            return returned if returned and returned.get("do_remote_prefill") else {}
         place = self.prefill.place
         host, port = host_and_port(place.bootstrap) if place.bootstrap else (place.address.host, PORT)
         host = "127.0.0.1" if host.startswith("/") else host
-        engine_id = await self._engine_id(Address(host, port, False)) if returned is not None else None
+        engine_id = await self._engine_id(asker, Address(host, port, False)) if returned is not None else None
         if engine_id is None:
             return {}
         at = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        both = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": self._transfer}
+        both = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": self.transfer}
         return {**both, "remote_engine_id": engine_id, "remote_bootstrap_addr": at}
 
-    async def _engine_id(self, bootstrap: Address) -> str | None:
+    async def _engine_id(self, asker: Asker, bootstrap: Address) -> str | None:
         """The id of the engine, or of its rank; None: it is not told."""
         try:
             async with asyncio.timeout(TELLS_S):
-                status, raw = await self.asker.ask(bootstrap, "GET", "/query", {}, most_bytes=MAX_BYTES)
+                status, raw = await asker.ask(bootstrap, "GET", "/query", {}, most_bytes=MAX_BYTES)
             found = _engines(raw).get(str(self.prefill.rank or 0)) if status == 200 else None
         except (Unreachable, LinkBroken, TimeoutError, msgspec.DecodeError, UnicodeDecodeError):
             return None
         return found.engine_id if found is not None else None
-
-
-CONTRACTS: dict[Contract, type[ByServer]] = {"kvstrata": ByServer, "nixl": ByNixl, "mooncake": ByMooncake}

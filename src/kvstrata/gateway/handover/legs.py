@@ -17,7 +17,7 @@ import msgspec
 
 from kvstrata.gateway.choosing import Choice
 from kvstrata.gateway.engine_http import Asker, LinkBroken, Unreachable
-from kvstrata.gateway.handover.contracts import CONTRACTS, Fields
+from kvstrata.gateway.handover.contracts import Fields, Handover
 from kvstrata.gateway.marks import CANCELLED
 from kvstrata.observability.numbers import Numbers, counter, gauge
 
@@ -101,13 +101,13 @@ class Legs(Numbers):
         source = at if at != choice.engine.load.instance else ""
         measured = self.parts.fleet.rates.samples(leg.engine.load.name)
         expected_s = leg.way.ttft_s if measured else UNKNOWN_S
-        handover = CONTRACTS[choice.wanted.contract](self._asker, leg.engine, expected_s, source)
+        handover = Handover(choice.wanted.contract, leg.engine, expected_s, source)
         path, sent = leg_of(request, choice, body, handover.for_prefill(), more)
         task = asyncio.ensure_future(self._run(request, choice, path, sent))
         self.tasks[task] = None
         task.add_done_callback(self.tasks.pop)
         request.leg = task
-        return await handover.for_answer(await task if handover.answers_later else None)
+        return await handover.for_answer(self._asker, task)
 
     async def close(self) -> None:
         """End all."""

@@ -52,8 +52,8 @@ class LoadPath(msgspec.Struct, kw_only=True):
 
     latency_s: float
     tokens_s: float
-    queued_tokens: int = 0
-    """Of loads that go on over the same link."""
+    free_s: float = 0.0
+    """When the loads that go on over the same link should have ended."""
 
 
 SLOW_DOUBT = 0.1
@@ -169,6 +169,8 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that an engine has in its own cache for certain, by its name; the same as an exact copy in `l0`."""
     copies: list[Copy] = []
     """All else."""
+    busy: dict[str, float] = {}
+    """When the loads from a peer should have ended, by its name (`Copy.source`)."""
     block_life_s: float = 300.0
     """Measured life of a block in an engine's cache."""
 

@@ -266,7 +266,7 @@ class View:
 
     def _with_splits(self, least_s: float, best_s: float) -> list[float]:
         """Return the costs where splits cost less. `least_s`: of computing the prompt, whatever classes it misses."""
-        found, leg, rest = list(self._alone), self._leg(""), REST_TOKENS[self.contract]
+        found, leg, rest, now_s = list(self._alone), self._leg(""), REST_TOKENS[self.contract], self.now_s
         near_s, first_s, once_s = self._near(best_s), HANDOVER_S + leg.cost, MISSED_S + least_s - leg.cost
         most_s = near_s - first_s - min(0.0, once_s)
         able = [at for at, cost in enumerate(self._answers) if cost <= most_s]
@@ -283,10 +283,10 @@ class View:
                 break
             one = self.engines[at]
             own = self._places.get(one.instance, ()) if leg.engine.instance != one.instance else ()
-            more_s = max(0.0, one.queue_s(self.now_s) - leg.ttft_s)
+            more_s = max(0.0, one.queue_s(now_s) - leg.ttft_s)
             if own and "peer" in one.paths:
                 lacks = self._lacks.get(one.name, self._usual) - rest
-                more_s += _handed_s(one, lacks, far=True) - _handed_s(one, lacks)
+                more_s += _handed_s(one, lacks, now_s, far=True) - _handed_s(one, lacks, now_s)
             places = [""] if bounds[at] + more_s <= near_s else []
             if own and bounds[at] - leg.cost + min([self._prefills[other] for other in own]) <= near_s:
                 places.append(one.instance)
@@ -380,7 +380,10 @@ class View:
             if one.tier == "l0" or path is None or cached <= held:
                 continue
             chance = 1.0 if one.certainty == "exact" else _probability(one, knowledge)
-            wait_s = chance * (path.latency_s + (path.queued_tokens + cached - held) / path.tokens_s)
+            free_s = max(path.free_s, knowledge.busy.get(one.source, 0.0)) if knowledge.busy else path.free_s
+            wait_s = chance * (
+                max(0.0, free_s - self.now_s) + path.latency_s + (cached - held) / path.tokens_s
+            )
             if one.certainty == "predicted":
                 wait_s += max(0.0, one.ready_at_s - start_s)
             seconds = token_s * (tokens - (chance * cached + (1.0 - chance) * expected_held))
@@ -417,7 +420,7 @@ class View:
         if lacks <= 0:
             return None
         is_far = self.contract == "kvstrata" and leg.engine.instance != one.instance
-        load_s, rest_s = _handed_s(one, lacks, far=is_far), rest / one.prefill_tokens_s
+        load_s, rest_s = _handed_s(one, lacks, self.now_s, far=is_far), rest / one.prefill_tokens_s
         ttft_s = max(leg.ttft_s, one.queue_s(self.now_s)) + HANDOVER_S + load_s + rest_s
         own_s = self.share * (one.running * rest_s + self.request.answer_tokens * one.token_s)
         cost = ttft_s + leg.others_s + own_s + MISSED_S * self._missed(at, rest_s, ttft_s)
@@ -426,15 +429,13 @@ class View:
         return Split(cost, leg, way)
 
 
-def _handed_s(one: EngineState, lacks: int, *, far: bool = False) -> float:
+def _handed_s(one: EngineState, lacks: int, now_s: float, *, far: bool = False) -> float:
     """Return the seconds of a load of what another engine has computed; `far`: at another host."""
     path = one.paths.get("l1", _NO_PATH)
-    seconds = path.latency_s + (path.queued_tokens + lacks) / path.tokens_s
-    if far:
-        link = one.paths.get("peer", _NO_PATH)
-        seconds += link.latency_s - path.latency_s
-        seconds += (link.queued_tokens + NOT_HIDDEN * lacks) * (1 / link.tokens_s - 1 / path.tokens_s)
-    return seconds
+    link, free_s = one.paths.get("peer", _NO_PATH) if far else path, path.free_s
+    hidden_s = (1.0 - NOT_HIDDEN) * lacks * (1 / link.tokens_s - 1 / path.tokens_s)
+    free_s = max(free_s, link.free_s)
+    return max(0.0, free_s - now_s) + link.latency_s + lacks / link.tokens_s - hidden_s
 
 
 def _rank(copy: Copy) -> tuple[object, ...]:
