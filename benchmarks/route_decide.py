@@ -52,7 +52,6 @@ def fleet(n_engines: int) -> list[EngineState]:
             requests=chance.randrange(40),
             waiting=chance.randrange(4),
             running=chance.randrange(36),
-            context_tokens=chance.randrange(500_000),
             paths=PATHS,
         )
         for number in range(n_engines)

@@ -278,10 +278,9 @@ class Choosing:
             self._sent[key] = self._sent.get(key, 0) + 1
         if choice.prefill is not None:
             self.dispatched(choice.prefill)
-        choice.flight = self._fleet.began(
-            engine,
+        choice.flight = engine.queue.send(
             self._uncached(choice),
-            wanted.tokens,
+            self._now_s(),
             Sending(
                 streams=wanted.streams,
                 until_s=math.inf if wanted.streams else choice.at_s + ready_in_s,
@@ -319,7 +318,6 @@ class Choosing:
                     number=wanted.number,
                     engine=engine.name,
                     uncached=self._uncached(choice),
-                    tokens=wanted.tokens,
                     keys=b"".join(wanted.keys),
                     ready_in_s=max(0.0, ready_in_s),
                     streams=wanted.streams,
@@ -335,7 +333,7 @@ class Choosing:
         if flight is not None and way is not None and not (flight.ended or flight.running):
             tokens = choice.wanted.tokens
             uncached = self._uncached(choice) if computed else max(1, tokens - choice.cached_exact)
-            self._fleet.begin(flight, uncached)
+            flight.queue.begin(flight, uncached, self._now_s())
             self._begins(choice, way.load_s)
 
     def _leg_ends(self, leg: Choice, *, computed: bool) -> bool:
@@ -365,7 +363,7 @@ class Choosing:
         if choice.prefill is not None:
             self._leg_ends(choice.prefill, computed=False)
         if choice.flight is not None:
-            decoded = self._fleet.ended(choice.engine, choice.flight)
+            decoded = choice.flight.queue.end(choice.flight, self._now_s())
             choice.decoded = decoded if choice.wanted.streams else None
         for key in choice.wanted.keys:
             if (left := self._sent.pop(key, 0) - 1) > 0:

@@ -27,8 +27,8 @@ from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.residency.sources import Source, source_of
 from kvstrata.gateway.routing.model import EngineState as Load
 from kvstrata.gateway.routing.model import Role, Tier
-from kvstrata.gateway.routing.queues import SENT, Flight, Queue, Sending
-from kvstrata.gateway.routing.rates import Decoded, DecodeRates, LoadRates, PrefillRates
+from kvstrata.gateway.routing.queues import Flight, Queue
+from kvstrata.gateway.routing.rates import DecodeRates, LoadRates, PrefillRates
 from kvstrata.observability.logging import EventLog
 
 SLOW_START_S = 10.0
@@ -103,9 +103,6 @@ class ServingEngine:
         self.queue = Queue(self.load, rates)
         self.generation = 0
         """Changes with each return, after which its cache is taken for empty."""
-        self.ours = 0
-        """Requests of this gateway under way."""
-        self.sent = 0
         self.failed_probes = 0
         self.heard_s = -math.inf
         """When it last answered a request of this gateway."""
@@ -124,7 +121,7 @@ class ServingEngine:
     @property
     def in_flight(self) -> int:
         """Requests of this gateway under way, those at its ranks included."""
-        return self.ours + sum(one.ours for one in self.ranks)
+        return self.queue.ours + sum(one.queue.ours for one in self.ranks)
 
     @property
     def targets(self) -> list[ServingEngine]:
@@ -171,6 +168,7 @@ class Fleet:
         self._log = EventLog("engines")
 
     def __iter__(self) -> Iterator[ServingEngine]:
+        self._leaving = [one for one in self._leaving if one.load.requests]
         return iter([*self.engines.values(), *self._leaving])
 
     def set_places(self, places: Iterable[Place]) -> list[ServingEngine]:
@@ -241,8 +239,7 @@ class Fleet:
         self.rates.forget(target.name)
         self.decode_rates.forget(target.name)
         self.load_rates.forget(target.name)
-        if target.ours or target.load.requests:
-            self._leaving.append(target)
+        self._leaving.append(target)
 
     def target(self, name: str) -> ServingEngine | None:
         """The engine, or the rank of one, that has a name."""
@@ -286,16 +283,6 @@ class Fleet:
         self._tell_ranks(engine)
         self.changed()
 
-    def began(self, engine: ServingEngine, uncached_tokens: int, tokens: int, how: Sending = SENT) -> Flight:
-        """A request of about `tokens` is sent to the engine, which must compute `uncached_tokens`: see Queue.send."""
-        engine.sent += how.ours
-        engine.ours += how.ours
-        return engine.queue.send(uncached_tokens, tokens, self._now_s(), how)
-
-    def begin(self, flight: Flight, uncached_tokens: int) -> None:
-        """A request that `began` as held has its turn at its engine: see Queue.begin."""
-        flight.queue.begin(flight, uncached_tokens, self._now_s())
-
     def next_room_s(self) -> float:
         """When a prompt will cease to take room at its engine without being told; infinite: none will."""
         now_s = self._now_s()
@@ -312,7 +299,6 @@ class Fleet:
         return {
             "waiting": sum(one.waiting for one in loads),
             "waiting_tokens": sum(one.prefill_tokens for one in loads),
-            "context_tokens": sum(one.context_tokens for one in loads),
             "queue_s": round(max(one.queue_s(now_s) for one in loads), 4),
             "prefill_tokens_s": round(sum(one.prefill_tokens_s for one in loads), 1),
             "measured": all(map(self.measured, targets)),
@@ -327,15 +313,6 @@ class Fleet:
             for each in self._places():
                 each.queue.rate(self.decode_rates.line(each.name), tokens, now_s)
                 self._rate_paths(each.load)
-
-    def ended(self, engine: ServingEngine, flight: Flight) -> Decoded | None:
-        """A request that `began` has ended, however. Returns what is known of its answer, if there was one."""
-        if not flight.ended:
-            engine.ours -= flight.how.ours
-        decoded = flight.queue.end(flight, self._now_s())
-        if engine in self._leaving and not (engine.ours or engine.load.requests):
-            self._leaving.remove(engine)
-        return decoded
 
     def share(self, engine: ServingEngine) -> float:
         """The share of the usual load that an engine may get now."""

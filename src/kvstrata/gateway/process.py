@@ -347,12 +347,17 @@ class Gateway(Process):
                     "state": one.state.value,
                     "reason": one.reason,
                     "in_flight": one.in_flight,
-                    "sent": one.sent + sum(rank.sent for rank in one.ranks),
+                    "sent": one.queue.sent + sum(rank.queue.sent for rank in one.ranks),
                     "share": round(fleet.share(one), 3),
                     **fleet.numbers(one),
                     "models": sorted(one.models)[:64],
                     "ranks": [
-                        {"name": rank.name, "in_flight": rank.ours, "sent": rank.sent, **fleet.numbers(rank)}
+                        {
+                            "name": rank.name,
+                            "in_flight": rank.queue.ours,
+                            "sent": rank.queue.sent,
+                            **fleet.numbers(rank),
+                        }
                         for rank in one.ranks
                     ],
                 }

@@ -142,9 +142,7 @@ async def test_a_frozen_gateway_is_forgotten_delays_nobody_and_is_known_again(sc
 async def test_only_holders_of_the_secret_are_heard_and_garbage_of_theirs_changes_nothing(scene, session):
     gateway, port = scene.gateways[0], scene.ports[0]
     engine = scene.engines[0].name
-    lied = Sent(
-        number=1, engine=engine, uncached=9, tokens=9, keys=b"", ready_in_s=0.0, streams=True, loads=False
-    )
+    lied = Sent(number=1, engine=engine, uncached=9, keys=b"", ready_in_s=0.0, streams=True, loads=False)
     lie = encode(Frame(PROTOCOL, "f" * 16, [lied]))
     garbage = [b"", b"\xff" * 99, encode(Frame(99, "f" * 16, [])), encode(Frame(PROTOCOL, "no", []))]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

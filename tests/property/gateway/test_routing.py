@@ -66,7 +66,6 @@ def engine(name: str, **more: Any) -> st.SearchStrategy[EngineState]:
         "requests": st.integers(0, 300),
         "waiting": st.integers(0, 100),
         "running": st.integers(0, 300),
-        "context_tokens": st.integers(0, 10**6),
         "token_s": st.floats(0, 10),
         "paths": paths,
         "role": st.sampled_from(["both", "prefill", "decode"]),

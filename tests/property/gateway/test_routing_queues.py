@@ -39,22 +39,19 @@ class Counters(RuleBasedStateMachine):
 
     @rule(
         tokens=TOKENS,
-        more=TOKENS,
         ours=st.booleans(),
         whole_s=st.none() | st.sampled_from([0.0, 0.2, 9.0]),
         held=st.booleans(),
         limit_s=st.sampled_from([0.0, 0.25]),
     )
-    def send(
-        self, tokens: int, more: int, ours: bool, whole_s: float | None, held: bool, limit_s: float
-    ) -> None:
+    def send(self, tokens: int, ours: bool, whole_s: float | None, held: bool, limit_s: float) -> None:
         until_s = math.inf if whole_s is None else self.now_s + whole_s
         flight = self.queue.send(
-            tokens, tokens + more, self.now_s, Sending(whole_s is None, ours, until_s, limit_s, held),
+            tokens, self.now_s, Sending(whole_s is None, ours, until_s, limit_s, held),
         )  # fmt: skip
         self.sent.append(flight)
         self.flights[flight] = {
-            "tokens": tokens, "context": tokens + more, "runs": False, "ours": ours, "until_s": until_s,
+            "tokens": tokens, "runs": False, "ours": ours, "until_s": until_s,
             "held": held, "limit_s": limit_s,
         }  # fmt: skip
         self._note_full()
@@ -120,7 +117,7 @@ class Counters(RuleBasedStateMachine):
         assert (state.limited, self.queue._limits_s) == (len(limits), sum(limits))
         assert 0 <= self.queue.prompt_share(self.now_s) <= MOST_SHARE
         assert 0 <= state.missed <= state.limited and state.pace_s >= state.token_s
-        assert state.context_tokens == sum(flight["context"] for flight in flights)
+        assert self.queue.ours == sum(flight["ours"] for flight in flights)
         assert 0 <= self.queue.backlog_tokens(self.now_s) <= state.prefill_tokens + 1e-6
         assert state.queue_s(self.now_s) >= 0.0
         assert (self.queue.period is not None) == bool(waiting)
@@ -149,7 +146,7 @@ TestCounters = Counters.TestCase
 def queue_of(*tokens: int) -> tuple[Queue, list[Flight]]:
     """An engine of 1,000 tokens a second with requests sent at second 10."""
     queue = queue_at(1_000.0)
-    return queue, [queue.send(each, each, 10.0) for each in tokens]
+    return queue, [queue.send(each, 10.0) for each in tokens]
 
 
 def waits(queue: Queue, *times_s: float) -> Any:
@@ -166,25 +163,25 @@ def test_a_queue_drains_at_the_measured_rate_but_not_past_its_oldest_request() -
 def test_an_engine_that_is_late_is_expected_to_take_as_long_again() -> None:
     queue, (first, second) = queue_of(2_000, 3_000)
     assert waits(queue, 15.0, 16.0, 75.0) == [3.0, 4.0, 63.0]
-    third = queue.send(10_000, 10_000, 75.0)
+    third = queue.send(10_000, 75.0)
     assert waits(queue, 75.0) == [13.0 + 50.0]
     queue.first_token(first, 75.0)
     assert waits(queue, 75.0) == [13.0]
     for flight in (first, second, third):
         queue.end(flight, 75.0)
     assert waits(queue, 999.0) == [0.0]
-    queue.send(1_000, 1_000, 1_000.0)
+    queue.send(1_000, 1_000.0)
     assert waits(queue, 1_000.0, 1_001.0, 1_003.0) == [1.0, 0.0, 2.0]
 
 
 def test_nobody_is_late_with_an_answer_that_comes_whole() -> None:
     queue, (first,) = queue_of(2_000)
-    whole = queue.send(1_000, 1_000, 10.0, Sending(streams=False))
+    whole = queue.send(1_000, 10.0, Sending(streams=False))
     assert waits(queue, 99.0) == [1.0], "what is behind the oldest"
     queue.first_token(first, 99.0)
     assert waits(queue, 199.0) == [0.0]
     queue.first_token(whole, 200.0)
-    queue.send(1_000, 1_000, 300.0)
+    queue.send(1_000, 300.0)
     assert waits(queue, 303.0) == [2.0]
 
 
@@ -203,10 +200,10 @@ def test_the_first_token_of_a_younger_request_takes_only_its_own_tokens() -> Non
 
 def test_an_answer_is_told_with_the_requests_and_prompts_beside_it() -> None:
     queue = queue_at(1_000.0)
-    one, failed = queue.send(500, 500, 0.0), queue.send(5, 5, 0.0)
+    one, failed = queue.send(500, 0.0), queue.send(5, 0.0)
     assert queue.end(failed, 0.5) is None
     queue.first_token(one, 1.0)
-    two = queue.send(700, 700, 3.0)
+    two = queue.send(700, 3.0)
     queue.first_token(two, 4.0)
     queue.end(two, 7.0)
     assert queue.end(one, 11.0) == (10.0, pytest.approx(1.4), 700)

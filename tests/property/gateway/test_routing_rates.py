@@ -184,12 +184,12 @@ def measured(
     while computed < 3_000:
         while len(engine.waiting) < waiting and not (rests and sent and not sent % rests and engine.waiting):
             tokens = draw.randrange(*sizes)
-            timed[sent] = fleet.began(target, tokens, tokens)
+            timed[sent] = target.queue.send(tokens, engine.clock())
             engine.waiting.append([sent, tokens])
             sent += 1
         for number in engine.step():
             fleet.answers(timed[number])
-            fleet.ended(target, timed[number])
+            target.queue.end(timed[number], engine.clock())
             computed += 1
     return fleet.rates.rate("a", 0.0), fleet.rates.samples("a")
 

@@ -72,16 +72,16 @@ def test_counts_come_back_to_zero_however_engines_are_divided(seed: int, steps: 
             fleet.down(draw.choice(engines), "told to")
         elif what == "began" and targets:
             under_way[str(number)] = target = draw.choice(targets)
-            timed[str(number)] = fleet.began(target, 10, 20)
+            timed[str(number)] = target.queue.send(10, now_s)
         elif what == "first" and under_way:
             word = draw.choice(list(under_way))
             fleet.answers(timed[word])
         elif what == "ended" and under_way:
             word = draw.choice(list(under_way))
-            fleet.ended(under_way.pop(word), timed[word])
+            under_way.pop(word).queue.end(timed[word], now_s)
         check(fleet, under_way)
     for word, target in under_way.items():
-        fleet.ended(target, timed[word])
+        target.queue.end(timed[word], now_s)
     assert list(fleet) == list(fleet.engines.values()), "nothing leaves any more"
     for engine in fleet:
         for each in (engine, *engine.ranks):
@@ -100,7 +100,7 @@ def test_an_engine_has_the_rate_of_the_load_with_which_its_prompts_began_to_wait
                 fleet.rates.observe(name, tokens, tokens * (0.001 + 0.002 * load), load)
     usual = [fleet.rates.rate("a", load) for load in (0, 1, 2)]
     assert usual[0] > 1.5 * usual[1] > 2 * usual[2]
-    first, second, third = (fleet.began(a, 10, 20) for _ in range(3))
+    first, second, third = (a.queue.send(10, now_s) for _ in range(3))
     now_s = 1.0
     fleet.answers(first)
     now_s = 2.0
@@ -108,8 +108,8 @@ def test_an_engine_has_the_rate_of_the_load_with_which_its_prompts_began_to_wait
     assert a.load.running == 2, "one prompt still waits"
     assert (a.load.prefill_tokens_s, b.load.prefill_tokens_s) == (usual[0], usual[0])
     now_s = 3.0
-    other = fleet.began(b, 10, 20)
-    fleet.ended(a, third)
+    other = b.queue.send(10, now_s)
+    a.queue.end(third, now_s)
     now_s = 3.001
     fleet.answers(other)
     assert a.load.prefill_tokens_s < usual[1] and b.load.prefill_tokens_s < usual[0]
@@ -224,7 +224,7 @@ class Served:
 
     def begin(self, number: str, at_s: float, tokens: int = 1_000, *, streams: bool = True) -> Flight:
         self.clock.now_s = at_s
-        self.timed[number] = self.fleet.began(self.engine, tokens, tokens, Sending(streams=streams))
+        self.timed[number] = self.engine.queue.send(tokens, self.clock.now_s, Sending(streams=streams))
         return self.timed[number]
 
     def answers(self, number: str, at_s: float) -> None:
@@ -232,7 +232,7 @@ class Served:
         self.fleet.answers(self.timed[number])
 
     def ends(self, number: str) -> None:
-        self.fleet.ended(self.engine, self.timed[number])
+        self.engine.queue.end(self.timed[number], self.clock.now_s)
 
     @property
     def known(self) -> list[tuple[float, float, float]]:

@@ -18,7 +18,7 @@ ENGINES = ("a", "b")
 
 def sent(number: int, engine: str, keys: bytes = b"", *, streams: bool = True, loads: bool = False) -> Sent:
     return Sent(
-        number=number, engine=engine, uncached=10, tokens=20, keys=keys, ready_in_s=0.5, streams=streams, loads=loads
+        number=number, engine=engine, uncached=10, keys=keys, ready_in_s=0.5, streams=streams, loads=loads
     )  # fmt: skip
 
 

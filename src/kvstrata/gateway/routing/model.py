@@ -93,8 +93,6 @@ class EngineState(msgspec.Struct, kw_only=True):
     """Of these, the requests whose first token has not come."""
     running: int = 0
     """The others."""
-    context_tokens: int = 0
-    """KV that the prompts of the requests in flight need."""
     role: Role = "both"
     instance: str = ""
     """The instance (`lmcache-server`) that it is attached to; empty: not known."""

@@ -128,14 +128,14 @@ class Flight:
     """A request that was sent to an engine. Belongs to who sent it."""
 
     __slots__ = (
-        "began_s", "computed_tokens", "context_tokens", "ended", "held", "how", "period", "queue", "requests_s",
+        "began_s", "computed_tokens", "ended", "held", "how", "period", "queue", "requests_s",
         "running", "spoiled", "tokens",
     )  # fmt: skip
 
-    def __init__(self, queue: Queue, tokens: int, context_tokens: int, how: Sending) -> None:
+    def __init__(self, queue: Queue, tokens: int, how: Sending) -> None:
         self.queue, self.how = queue, how
-        self.tokens, self.context_tokens = tokens, context_tokens
-        """Of the prompt, to be computed; and all of them."""
+        self.tokens = tokens
+        """Of the prompt, to be computed."""
         self.held = self.running = self.ended = self.spoiled = False
         self.period: Period | None = None
         """In which its first token came."""
@@ -175,10 +175,12 @@ class Queue:
         """As long as a prompt waits."""
         self._cut = False
         """Whether the period follows a cut."""
-        self._whole = self._ours = 0
+        self.ours = self.sent = 0
+        """Requests in flight that this router sent, and all that it ever sent."""
+        self._whole = self._waiting_ours = 0
         """The waiting ones that do not stream, and those that this router sent."""
         self._full = False
-        """Whether `_ours` was UNMEASURED since it was 0."""
+        """Whether `_waiting_ours` was UNMEASURED since it was 0."""
         self._at_s = self._moved_s = 0.0
         """When something changed last; when a first token came last, or a request found none waiting."""
         self._requests_s = 0.0
@@ -186,13 +188,14 @@ class Queue:
         self._computed_tokens = 0
         """Of prompts whose first token has come."""
 
-    def send(self, tokens: int, context_tokens: int, now_s: float, how: Sending = SENT) -> Flight:
-        """A request is sent, with so many tokens to compute, and `context_tokens` in all."""
-        state, flight = self.state, Flight(self, tokens, context_tokens, how)
+    def send(self, tokens: int, now_s: float, how: Sending = SENT) -> Flight:
+        """A request is sent, with so many tokens to compute."""
+        state, flight = self.state, Flight(self, tokens, how)
         flight.held = True
         self._pass(now_s)
         state.requests += 1
-        state.context_tokens += context_tokens
+        self.ours += how.ours
+        self.sent += how.ours
         state.limited += how.token_within_s > 0
         self._limits_s += how.token_within_s
         if how.held:
@@ -213,8 +216,8 @@ class Queue:
         self.period.whole |= not flight.how.streams
         self.waiting[flight] = None
         self._whole += not flight.how.streams
-        self._ours += flight.how.ours
-        self._full = self._full or self._ours >= UNMEASURED
+        self._waiting_ours += flight.how.ours
+        self._full = self._full or self._waiting_ours >= UNMEASURED
         state.waiting += 1
         state.prefill_tokens += tokens
         state.inflight_tokens += tokens
@@ -260,7 +263,7 @@ class Queue:
         state.running -= flight.running
         state.requests -= 1
         state.inflight_tokens -= 0 if flight.held else flight.tokens
-        state.context_tokens -= flight.context_tokens
+        self.ours -= flight.how.ours
         state.limited -= flight.how.token_within_s > 0
         self._limits_s = self._limits_s - flight.how.token_within_s if state.limited else 0.0
         self._have(self.backlog_tokens(now_s), now_s)
@@ -319,8 +322,8 @@ class Queue:
         done = state.prefill_tokens - self.backlog_tokens(now_s)
         del self.waiting[flight]
         self._whole -= not flight.how.streams
-        self._ours -= flight.how.ours
-        self._full = self._full and self._ours > 0
+        self._waiting_ours -= flight.how.ours
+        self._full = self._full and self._waiting_ours > 0
         state.prefill_tokens -= tokens
         state.waiting -= 1
         # The oldest is computed first: what was done beyond its tokens is a guess, which its first token corrects.

@@ -94,7 +94,7 @@ class Others:
             self.ignored += 1
             return None
         how = Sending(streams=event.streams, ours=False)
-        flight = self._fleet.began(engine, event.uncached, event.tokens, how)
+        flight = engine.queue.send(event.uncached, self._now_s(), how)
         if event.loads or is_whole or event.state == "running":
             flight.spoil()  # when it was sent is not known
         flights[event.number] = known = Foreign(engine, engine.generation, flight, keys)
@@ -104,7 +104,7 @@ class Others:
     def _ended(self, flights: dict[int, Foreign], number: int, *, answered: bool) -> None:
         known = flights.pop(number, None)
         if known is not None:
-            self._fleet.ended(known.engine, known.flight)
+            known.flight.queue.end(known.flight, self._now_s())
             if not answered:
                 self._prefixes.take_back(known.keys, known.engine.name)
 

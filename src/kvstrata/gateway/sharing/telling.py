@@ -26,7 +26,7 @@ from msgspec import Meta
 
 from kvstrata.gateway.prefixes import KEY_BYTES, MAX_PIECES
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_FRAME_BYTES = 1 << 20
 MAX_EVENTS = 8_192
 MAX_STATED = 1_024
@@ -46,7 +46,6 @@ class Sent(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     engine: Annotated[str, Meta(min_length=1, max_length=1_024)]
     uncached: Tokens
     """To be computed, as its gateway expects."""
-    tokens: Tokens
     keys: Annotated[bytes, Meta(max_length=MAX_PIECES * KEY_BYTES)]
     """Of its pieces, one after the other; empty if they were told before."""
     ready_in_s: Annotated[float, Meta(ge=0, le=1e6)]
