@@ -22,10 +22,6 @@ class Glance(Numbers):
     """The numbers of a gateway without labels, which its status shows too."""
 
     in_flight = gauge("Requests under way.", lambda self: self._parts.requests.in_flight)
-    kv_events_thread = gauge(
-        "1 while the thread that hears KV events runs, 0 from a defect until it begins anew: events tell nothing then.",
-        lambda self: float(self._parts.residency.thread()["hears"]),
-    )
     other_gateways = gauge(
         "Other gateways that are heard.",
         lambda self: len(self._parts.sharing.others) if self._parts.sharing is not None else 0,
@@ -56,6 +52,11 @@ class PartNumbers(Numbers):
         "Blocks of an engine's own cache that its KV events tell of.",
         lambda self: self._heard("blocks"),
         "engine",
+    )
+    kv_event_failures = counter(
+        "Times that hearing an engine's KV events has failed by a defect, after which it began anew.",
+        "engine",
+        read=lambda self: self._heard("failures"),
     )
     kv_event_gaps = counter(
         "Times that KV events of an engine were lost for good, or made no sense.",

@@ -336,7 +336,6 @@ class Gateway(Process):
                 **self._glance.document(),
             },
             "kv_events": parts.residency.page(),
-            "kv_events_thread": parts.residency.thread(),
             "tokens": parts.tokens.page(),
             "sharing": parts.sharing.page() if parts.sharing is not None else {},
             "controllers": parts.controllers.page(),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvstrata.connectors.vllm import own_cache
 from kvstrata.connectors.vllm.own_cache import EngineView, OwnCache, Told
 from kvstrata.gateway.residency.cache import Cache
+from kvstrata.gateway.residency.sources import Source
 from kvstrata.gateway.residency.zmq_watcher import Feed
 from kvstrata.native.core import Registry
 from kvstrata.testing.engine_sim.kv_events import BlockRemoved, BlockStored, Event, KVEventBatch
@@ -103,7 +104,7 @@ class Engine:
 
 def late(engine: Engine) -> Feed:
     """A gateway that begins to listen now."""
-    feed = Feed(Cache(Registry(max_bytes=1 << 26), 0, lambda: 0.0), replays=True)
+    feed = Feed(Cache(Registry(max_bytes=1 << 26), 0, lambda: 0.0), Source("tcp://h:1", "tcp://h:2"))
     for number, payload in engine.batches:
         feed.take(number, payload)
     feed.asked(answered=True)
@@ -134,7 +135,7 @@ def test_who_listens_late_learns_every_block(seed: int, blocks: int, kept: int) 
 def test_what_is_told_again_is_not_one_more_copy(seed: int) -> None:
     draw = random.Random(seed)
     engine = Engine(12, 6)
-    feed = Feed(Cache(Registry(max_bytes=1 << 26), 0, lambda: 0.0), replays=True)
+    feed = Feed(Cache(Registry(max_bytes=1 << 26), 0, lambda: 0.0), Source("tcp://h:1", "tcp://h:2"))
     feed.asked(answered=True)
     published = 0
     for _ in range(60):

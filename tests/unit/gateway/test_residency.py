@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.gateway.residency import cache as cache_module
+from kvstrata.gateway.residency import zmq_watcher
 from kvstrata.gateway.residency.cache import Cache as KnownCache
 from kvstrata.gateway.residency.cache import decoded
 from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.gateway.residency.prompt import Prompt, root_of
 from kvstrata.gateway.residency.sources import Source, of_rank, sources_in
-from kvstrata.gateway.residency.zmq_watcher import Feed
+from kvstrata.gateway.residency.zmq_watcher import Feed, _Hearing
 from kvstrata.native.core import Registry, chain_keys
 from kvstrata.rpc.cluster_wire import tags_of
 from kvstrata.testing.engine_sim.kv_events import (
@@ -34,6 +35,7 @@ from tests.harness.amount import amount
 from tests.harness.cache_engine import eventually
 
 SIZE = 4
+REPLAYS = Source("tcp://h:1", "tcp://h:2")
 
 
 class Cache:
@@ -181,7 +183,7 @@ def replayed(feed: Feed, publisher: Publisher) -> None:
 def test_a_feed_with_replays_is_exact_whatever_is_lost(seed: int, lost: float, kept: int, steps: int) -> None:
     draw = random.Random(seed)
     publisher, seen = Publisher(draw, kept), Seen()
-    feed = Feed(seen.cache, replays=True)
+    feed = Feed(seen.cache, REPLAYS)
     replayed(feed, publisher)
     for _ in range(steps):
         if draw.random() < 0.05:
@@ -210,7 +212,7 @@ def test_a_feed_with_replays_is_exact_whatever_is_lost(seed: int, lost: float, k
 
 def test_a_replay_that_cannot_be_had_forgets() -> None:
     publisher, seen = Publisher(random.Random(1), 1_000), Seen()
-    feed = Feed(seen.cache, replays=True)
+    feed = Feed(seen.cache, REPLAYS)
     publisher.publish()
     replayed(feed, publisher)
     assert feed.whole and seen.chains()
@@ -224,7 +226,7 @@ def test_a_replay_that_cannot_be_had_forgets() -> None:
 def test_without_replays_what_may_be_gone_is_forgotten(seed: int, steps: int) -> None:
     draw = random.Random(seed)
     publisher, seen = Publisher(draw, 0), Seen()
-    feed = Feed(seen.cache, replays=False)
+    feed = Feed(seen.cache, Source("tcp://h:1"))
     for _ in range(steps):
         if draw.random() < 0.05:
             publisher.restart()
@@ -263,7 +265,7 @@ def test_garbage_is_counted_and_costs_the_rest() -> None:
         b"\x91" * 5_000,
     ):
         seen = Seen()
-        feed = Feed(seen.cache, replays=False)
+        feed = Feed(seen.cache, Source("tcp://h:1"))
         feed.published(0, msgspec.msgpack.encode([1.0, [stored([9], [5] * 4)]]))
         assert not feed.published(1, body)
         assert feed.malformed == 1 and feed.gaps == 1 and seen.cache.missed_s > float("-inf")
@@ -273,7 +275,7 @@ def test_garbage_is_counted_and_costs_the_rest() -> None:
 def test_an_engine_cannot_fill_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_module, "MAX_BLOCKS", 3)
     seen = Seen()
-    feed = Feed(seen.cache, replays=False)
+    feed = Feed(seen.cache, Source("tcp://h:1"))
     for number in range(5):
         feed.published(number, msgspec.msgpack.encode([1.0, [stored([number], [number] * 4)]]))
     assert feed.malformed == 1 and len(seen.cache) <= 3
@@ -307,7 +309,7 @@ def held(seen: Seen, prompt: Prompt) -> int:
 
 def test_events_of_other_media_are_left_out_and_a_restart_empties_the_cache() -> None:
     seen = Seen()
-    feed = Feed(seen.cache, replays=False)
+    feed = Feed(seen.cache, Source("tcp://h:1"))
     own = stored([1], [1] * 4)
     chunk = stored([2], [1] * 8, block_size=8, medium="CPU")
     feed.published(0, msgspec.msgpack.encode([1.0, [own, chunk]]))
@@ -378,32 +380,27 @@ def test_a_name_of_a_block_has_a_bound() -> None:
                 decoded(payload)
 
 
-def test_a_defect_is_told_and_the_thread_joins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    paused, go_on = threading.Event(), threading.Event()
+def test_a_defect_is_told_and_the_engine_is_heard_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound, begun, fails = _Hearing._connections, threading.Event(), True
+
+    def connections(self: _Hearing, monitor: Any, *, met: bool) -> bool:
+        if fails and self.feed.name == "a":
+            raise RuntimeError("defect")
+        if self.feed.name == "a":
+            begun.set()
+        return sound(self, monitor, met=met)
+
+    monkeypatch.setattr(_Hearing, "_connections", connections)
+    monkeypatch.setattr(zmq_watcher, "AGAIN_MAX_S", 0.01)
     residency = Residency(time.monotonic)
     try:
-        residency.watch("a", Source("tcp://127.0.0.1:9", "", ""))
-        assert residency.thread() == {"hears": True, "error": ""}
-        watched = residency._watched["a"]
-        eventually("it listens", lambda: watched.task is not None)
-
-        def wait(_: float) -> bool:
-            paused.set()
-            return go_on.wait()
-
-        monkeypatch.setattr(residency._watcher._stopping, "wait", wait)
-        watched.connected = True  # as if it were heard
-        cache = residency.heard("a")
-        assert cache is not None and cache.emptied_s == cache.missed_s == float("-inf")
-        residency._watcher.post(threading.Lock().release)  # a defect
-        assert paused.wait(60)
-        assert not residency.thread()["hears"] and residency.thread()["error"].startswith("RuntimeError: ")
-        watched.connected = True
-        assert residency.heard("a") is None, "nothing counts as heard"
-        go_on.set()
-        eventually("it hears again", lambda: residency.thread()["hears"])
-        eventually("it listens again", lambda: watched.task is not None)
-        assert watched.feed.restarts == 1
+        for name in "ab":
+            residency.watch(name, Source("tcp://127.0.0.1:9", "", ""))
+        feeds = residency._feeds
+        eventually("it is told", lambda: feeds["a"].failures > 1 and feeds["a"].restarts > 1)
+        assert residency.page()["a"]["error"] == "RuntimeError: defect"
+        assert residency.heard("a") is None and not feeds["b"].failures, "others are heard on"
+        fails = False
+        assert begun.wait(60)
     finally:
-        go_on.set()
         residency.close()

@@ -9,7 +9,7 @@ from typing import Any
 from kvstrata.gateway.residency.cache import MASK_BYTES, Cache
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.residency.sources import Source
-from kvstrata.gateway.residency.zmq_watcher import Feed, Watched, Watcher
+from kvstrata.gateway.residency.zmq_watcher import Feed, Watcher
 from kvstrata.native.core import Registry
 
 MAX_BYTES = 8 << 30
@@ -77,7 +77,7 @@ class Residency:
         """`now_s` may be called from any thread."""
         self.index = Index(now_s)
         self._watcher = Watcher(self.index.registry)
-        self._watched: dict[str, Watched] = {}
+        self._feeds: dict[str, Feed] = {}
 
     def close(self) -> None:
         """End the thread."""
@@ -86,25 +86,24 @@ class Residency:
     def watch(self, name: str, source: Source, owner: object = None) -> None:
         """Hear an engine's events from now on; what was known of an earlier one of this name is forgotten."""
         self.unwatch(name)
-        feed = Feed(self.index.add(name), replays=bool(source.replay))
-        engine = self._watched[name] = Watched(name, source, feed, owner)
-        self._watcher.watch(engine)
+        feed = self._feeds[name] = Feed(self.index.add(name), source, name, owner)
+        self._watcher.watch(feed)
 
     def unwatch(self, name: str) -> None:
         """Forget an engine."""
-        if self._watched.pop(name, None) is not None:
+        if (feed := self._feeds.pop(name, None)) is not None:
             self.index.remove(name)
-            self._watcher.unwatch(name)
+            self._watcher.unwatch(feed)
 
     def listen(self, owner: object, sources: Mapping[str, Source]) -> None:
         """Hear exactly these of an engine's ranks, by name: one that is heard there already may have been restarted."""
-        for name in [name for name, one in self._watched.items() if one.owner is owner]:
+        for name in [name for name, one in self._feeds.items() if one.owner is owner]:
             if name not in sources:
                 self.unwatch(name)
         for name, source in sources.items():
-            known = self._watched.get(name)
+            known = self._feeds.get(name)
             if known is not None and known.owner is owner and known.source == source:
-                self._watcher.restarted(known)
+                self._watcher.watch(known)
             else:
                 self.watch(name, source, owner)
 
@@ -114,35 +113,31 @@ class Residency:
 
     def heard(self, name: str) -> Cache | None:
         """The cache of an engine whose events tell all; None: it is not heard."""
-        one = self._watched.get(name)
-        if one is None or not one.connected or one.feed.joining or not self._watcher.hears:
-            return None
-        return one.feed.cache
+        one = self._feeds.get(name)
+        return None if one is None or not one.connected or one.joining else one.cache
 
     @property
     def block_life_s(self) -> float:
         """See Index."""
         return self.index.block_life_s
 
-    def thread(self) -> dict[str, Any]:
-        """Whether the thread hears events, and its last defect; meanwhile nothing is known by events."""
-        return {"hears": self._watcher.hears, "error": self._watcher.error}
-
     def page(self) -> dict[str, dict[str, Any]]:
         """What is heard, by engine."""
         return {
             name: {
                 "connected": one.connected,
-                "phase": one.feed.phase,
-                "whole": one.feed.whole,
-                "blocks": len(one.feed.cache),
-                "block_tokens": list(one.feed.cache.sizes),
-                "batches": one.feed.batches,
-                "gaps": one.feed.gaps,
-                "restarts": one.feed.restarts,
-                "malformed": one.feed.malformed,
-                "orphans": one.feed.cache.orphans,
-                "block_life_s": round(one.feed.cache.life_s, 3),
+                "phase": one.phase,
+                "whole": one.whole,
+                "blocks": len(one.cache),
+                "block_tokens": list(one.cache.sizes),
+                "batches": one.batches,
+                "gaps": one.gaps,
+                "restarts": one.restarts,
+                "malformed": one.malformed,
+                "orphans": one.cache.orphans,
+                "block_life_s": round(one.cache.life_s, 3),
+                "failures": one.failures,
+                "error": one.error,
             }
-            for name, one in sorted(self._watched.items())
+            for name, one in sorted(self._feeds.items())
         }

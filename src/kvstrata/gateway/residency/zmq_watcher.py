@@ -14,7 +14,8 @@ number on (a replay).
 5. An engine that floods delays the others by one turn, and fills no memory: what it publishes waits at the engine,
    whose publisher drops what nobody takes.  What it sends again is taken off the wire at once, since vLLM 0.32 drops
    without a word what its socket cannot hold; above REPLAY_QUEUED messages the rest waits.
-6. A defect ends the loop of the thread: everything is forgotten, and after a pause, which doubles, it joins anew.
+6. A defect ends the hearing of one engine: what was known of it is forgotten, and after a pause, which doubles, it
+   joins anew.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import contextlib
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 
 import zmq
@@ -58,12 +58,20 @@ END = (-1).to_bytes(8, "big", signed=True)
 
 
 class Feed:
-    """One engine's events in order: what the numbers of its batches mean. Belongs to the thread of the watcher."""
+    """One engine's events in order: what the numbers of its batches mean.
 
-    def __init__(self, cache: Cache, *, replays: bool) -> None:
-        """`replays`: whether the engine sends batches again."""
-        self.cache = cache
-        self.replays = replays
+    Belongs to the thread of the watcher, but for its plain numbers.
+    """
+
+    def __init__(self, cache: Cache, source: Source, name: str = "", owner: object = None) -> None:
+        """`owner`: who asked for it, if that is not forgotten with its name."""
+        self.cache, self.source, self.name, self.owner = cache, source, name, owner
+        self.replays = replays = bool(source.replay)
+        """Whether the engine sends batches again."""
+        self.connected = False
+        """Whether the engine is there: its connection stands, or it has answered a replay since that was lost."""
+        self.error, self.failures = "", 0
+        """The last defect, and how many there were."""
         self.asking = self.joining = replays
         """Whether a replay is needed or under way, and whether it is the first one of this connection."""
         self.next = 0 if replays else -1
@@ -134,142 +142,97 @@ class Feed:
         self.cache.missed()
 
 
-class Watched:
-    """An engine whose events are heard. Belongs to the thread, but for the plain numbers of `feed`."""
-
-    def __init__(self, name: str, source: Source, feed: Feed, owner: object) -> None:
-        """`owner`: who asked for it, if that is not forgotten with its name."""
-        self.name, self.source, self.feed, self.owner = name, source, feed, owner
-        self.connected = False
-        """Whether the engine is there: its connection stands, or it has answered a replay since that was lost."""
-        self.task: asyncio.Task[None] | None = None
-        """Hears it."""
-        self.woken: asyncio.Event
-        """One of its sockets may have something, or ROUND_S have passed. Of the loop that hears it."""
-        self.heard_s = 0.0
-        """When the last batch came, or the last replay ended."""
-        self.asked_s = float("-inf")
-        """When the last replay began."""
-
-
 class Watcher:
     """See the module."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._watched: dict[str, Watched] = {}
-        self._posted: deque[Callable[[], None]] = deque()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._stopping = threading.Event()
-        self.hears = True
-        self.error = ""
-        """The last defect."""
+        self._tasks: dict[Feed, asyncio.Task[None]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._context = zmq.Context()
         self._log = EventLog("residency")
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
 
-    def post(self, work: Callable[[], None]) -> None:
+    def post(self, work: Callable[[], object]) -> None:
         """Have this done by the thread. From any thread."""
-        self._posted.append(work)
-        os.eventfd_write(self._wake, 1)
+        self._loop.call_soon_threadsafe(work)
 
-    def watch(self, engine: Watched) -> None:
-        """Hear an engine from now on, in place of an earlier one of this name."""
-        self.post(lambda: self._open(engine))
-
-    def unwatch(self, name: str) -> None:
-        """Forget an engine."""
-        self.post(lambda: self._close(name))
-
-    def restarted(self, engine: Watched) -> None:
-        """An engine may have another life: hear all of it."""
+    def watch(self, feed: Feed) -> None:
+        """Hear an engine from now on; one that is heard already may have another life: hear all of it."""
 
         def work() -> None:
-            if self._watched.get(engine.name) is engine:
-                engine.feed.restarted()
-                self._open(engine)
+            if feed in self._tasks:
+                self._close(feed)
+                feed.restarted()
+            self._tasks[feed] = self._loop.create_task(self._keep(feed))
 
         self.post(work)
 
+    def unwatch(self, feed: Feed) -> None:
+        """Forget an engine."""
+        self.post(lambda: self._close(feed))
+
     def close(self) -> None:
         """End the thread."""
-        self._stopping.set()
-        os.eventfd_write(self._wake, 1)
+        self.post(self._loop.stop)
         self._thread.join()
-        os.close(self._wake)
+        self._context.destroy(linger=0)
 
     # -- the thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         name_thread()
         os.nice(5)  # of this thread only: requests come first
-        pause_s = AGAIN_S
-        while not self._stopping.is_set():
-            began_s = time.monotonic()
-            self._context = zmq.Context()
-            try:
-                asyncio.run(self._serve())
-            except Exception as error:  # a defect of ours: what was heard is no longer kept up to date
-                self.hears = False
-                self.error = f"{type(error).__name__}: {error}"
-                longer = time.monotonic() - began_s > AGAIN_MAX_S
-                pause_s = AGAIN_S if longer else min(2 * pause_s, AGAIN_MAX_S)
-                self._log.error("kv_events_crashed", error=self.error, again_s=pause_s)
-            finally:
-                for engine in self._watched.values():
-                    self._forget(engine)
-                self._context.destroy(linger=0)
-            if not self.hears:
-                self._stopping.wait(pause_s)
-                for engine in self._watched.values():
-                    engine.feed.restarted()
-                self.hears = True
+        sweeping = self._loop.create_task(self._sweep())
+        self._loop.run_forever()
+        tasks = [sweeping, *self._tasks.values()]
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.close()
 
-    async def _serve(self) -> None:
-        """Hear all engines, until the thread ends. Raises what one of its tasks has raised."""
-        loop, woken = asyncio.get_running_loop(), asyncio.Event()
-        self._crashed: asyncio.Future[None] = loop.create_future()
-        self._crashed.add_done_callback(lambda _: woken.set())
-        loop.add_reader(self._wake, woken.set)
-        for engine in list(self._watched.values()):
-            self._open(engine)
-        while not self._stopping.is_set():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ROUND_S):
-                    await woken.wait()
-            woken.clear()
-            for engine in self._watched.values():
-                engine.woken.set()
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
-            while self._posted:
-                self._posted.popleft()()
-            if self._crashed.done():
-                self._crashed.result()
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(ROUND_S)
             while self._registry.usage().retired:
                 self._registry.sweep(SWEEP_CELLS)
                 await asyncio.sleep(0)
 
-    def _open(self, engine: Watched) -> None:
-        self._close(engine.name)
-        self._watched[engine.name] = engine
-        engine.woken = asyncio.Event()
-        engine.task = asyncio.get_running_loop().create_task(self._hear(engine))
-        engine.task.add_done_callback(self._ended)
+    def _close(self, feed: Feed) -> None:
+        self._tasks.pop(feed).cancel()
+        feed.connected = False
+        feed.cache.forget()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None and not self._crashed.done():
-            self._crashed.set_exception(error)
+    async def _keep(self, feed: Feed) -> None:
+        """Hear one engine until cancelled, anew after each defect."""
+        pause_s = AGAIN_S
+        while True:
+            began_s = time.monotonic()
+            try:
+                await _Hearing(feed, self._context, self._log).run()
+            except Exception as error:  # a defect of ours: what was heard is no longer kept up to date
+                feed.error, feed.failures = f"{type(error).__name__}: {error}", feed.failures + 1
+                pause_s = (
+                    AGAIN_S if time.monotonic() - began_s > AGAIN_MAX_S else min(2 * pause_s, AGAIN_MAX_S)
+                )
+                self._log.error("kv_events_failed", engine=feed.name, error=feed.error, again_s=pause_s)
+                feed.connected = False
+                feed.restarted()
+                await asyncio.sleep(pause_s)
 
-    def _close(self, name: str) -> None:
-        if (engine := self._watched.pop(name, None)) is not None:
-            self._forget(engine)
 
-    def _forget(self, engine: Watched) -> None:
-        if engine.task is not None:
-            engine.task.cancel()
-        engine.task, engine.connected = None, False
-        engine.feed.cache.forget()
+class _Hearing:
+    """One engine's sockets, until a defect. Belongs to the thread."""
+
+    def __init__(self, feed: Feed, context: zmq.Context[zmq.Socket[bytes]], log: EventLog) -> None:
+        self.feed, self._context, self._log = feed, context, log
+        self._woken = asyncio.Event()
+        """One of the sockets may have something."""
+        self._heard_s = time.monotonic()
+        """When the last batch came, or the last replay ended."""
+        self._asked_s = float("-inf")
+        """When the last replay began."""
 
     def _socket(self, kind: int, queued: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -279,11 +242,11 @@ class Watcher:
         return socket
 
     @contextlib.contextmanager
-    def _read(self, engine: Watched, *sockets: zmq.Socket[bytes]) -> Iterator[None]:
-        """Wake who hears an engine when one of these sockets has something; close them at the end."""
+    def _read(self, *sockets: zmq.Socket[bytes]) -> Iterator[None]:
+        """Wake this coroutine when one of these sockets has something; close them at the end."""
         loop = asyncio.get_running_loop()
         for one in sockets:
-            loop.add_reader(one, engine.woken.set)
+            loop.add_reader(one, self._woken.set)
         try:
             yield
         finally:
@@ -291,79 +254,82 @@ class Watcher:
                 loop.remove_reader(one)
                 one.close()
 
-    async def _hear(self, engine: Watched) -> None:
-        """Hear one engine until cancelled."""
-        socket, met = self._socket(zmq.SUB, QUEUED), False
+    async def _wait(self) -> None:
+        """Wait until a socket may have something, or ROUND_S have passed."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ROUND_S):
+                await self._woken.wait()
+        self._woken.clear()
+
+    async def run(self) -> None:
+        """Hear the engine until cancelled."""
+        feed, met = self.feed, False
+        socket = self._socket(zmq.SUB, QUEUED)
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 15)
-        socket.setsockopt(zmq.SUBSCRIBE, engine.source.topic.encode())
+        socket.setsockopt(zmq.SUBSCRIBE, feed.source.topic.encode())
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        engine.heard_s = time.monotonic()
-        with self._read(engine, monitor, socket):
+        with self._read(monitor, socket):
             try:
-                socket.connect(engine.source.endpoint)
+                socket.connect(feed.source.endpoint)
                 while True:
-                    met = self._connections(engine, monitor, met=met)
-                    silent = engine.source.replay and time.monotonic() - engine.heard_s > IDLE_S
-                    if engine.feed.asking or silent:
-                        await self._replay(engine)
-                    elif await self._published(engine, socket):
+                    met = self._connections(monitor, met=met)
+                    silent = feed.replays and time.monotonic() - self._heard_s > IDLE_S
+                    if feed.asking or silent:
+                        await self._replay()
+                    elif await self._published(socket):
                         await asyncio.sleep(0)
                     else:
-                        await engine.woken.wait()
-                        engine.woken.clear()
-            except zmq.ZMQError as error:
-                self._log.warning("kv_events_unreachable", engine=engine.name, reason=str(error))
+                        await self._wait()
             finally:
                 socket.disable_monitor()
 
-    def _connections(self, engine: Watched, monitor: zmq.Socket[bytes], *, met: bool) -> bool:
+    def _connections(self, monitor: zmq.Socket[bytes], *, met: bool) -> bool:
         """Join anew if the connection is another one than before; returns whether there was one."""
-        fresh = 0
+        feed, fresh = self.feed, 0
         while monitor.poll(0):
             event = recv_monitor_message(monitor)["event"]
-            engine.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            fresh += engine.connected
+            feed.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            fresh += feed.connected
         if fresh and (met or fresh > 1):
-            engine.feed.restarted()
-        elif fresh and engine.feed.replays:
-            engine.feed.asking = True  # what was published since the first replay was not heard
+            feed.restarted()
+        elif fresh and feed.replays:
+            feed.asking = True  # what was published since the first replay was not heard
         return met or fresh > 0
 
-    async def _published(self, engine: Watched, socket: zmq.Socket[bytes]) -> bool:
+    async def _published(self, socket: zmq.Socket[bytes]) -> bool:
         """Take what has come, and mend a gap before the batch behind it. Returns whether the turn ended before that."""
-        size = 0
+        feed, size = self.feed, 0
         for _ in range(TURN):
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return False
             if len(frames) != 3 or len(frames[1]) != 8:
-                engine.feed.malformed += 1
+                feed.malformed += 1
                 continue
-            engine.heard_s = time.monotonic()
+            self._heard_s = time.monotonic()
             number, size = int.from_bytes(frames[1], "big"), size + sum(map(len, frames))
-            while engine.feed.published(number, frames[2]):
-                await self._replay(engine)
+            while feed.published(number, frames[2]):
+                await self._replay()
             if size > TURN_BYTES:
                 break
         return True
 
-    async def _replay(self, engine: Watched) -> None:
+    async def _replay(self) -> None:
         """Have the engine send again what follows the last batch, ASK_S after the last time or later."""
-        feed, answered, size, count = engine.feed, False, 0, 0
+        feed, answered, size, count = self.feed, False, 0, 0
         feed.asking = True
-        await asyncio.sleep(engine.asked_s + ASK_S - time.monotonic())
-        engine.asked_s = came_s = time.monotonic()
+        await asyncio.sleep(self._asked_s + ASK_S - time.monotonic())
+        self._asked_s = came_s = time.monotonic()
         socket = self._socket(zmq.DEALER, REPLAY_QUEUED)
-        with self._read(engine, socket):
+        with self._read(socket):
             try:
-                socket.connect(engine.source.replay)
+                socket.connect(feed.source.replay)
                 socket.send_multipart((b"", max(0, feed.next).to_bytes(8, "big")), zmq.NOBLOCK)
                 while not answered and time.monotonic() - came_s <= patience(REPLAY_S):
                     if not socket.poll(0):
-                        await engine.woken.wait()
-                        engine.woken.clear()
+                        await self._wait()
                         continue
                     frames, came_s = socket.recv_multipart(zmq.NOBLOCK), time.monotonic()
                     count, size = count + 1, size + sum(map(len, frames))
@@ -377,8 +343,8 @@ class Watcher:
                         size = 0
                         await asyncio.sleep(0)
             except zmq.ZMQError as error:
-                says = {"engine": engine.name, "reason": str(error)}
-                self._log.repeated(30, engine.name, "kv_events_not_repeated", **says)
-        engine.heard_s = time.monotonic()
-        engine.connected |= answered
+                says = {"engine": feed.name, "reason": str(error)}
+                self._log.repeated(30, feed.name, "kv_events_not_repeated", **says)
+        self._heard_s = time.monotonic()
+        feed.connected |= answered
         feed.asked(answered=answered)
