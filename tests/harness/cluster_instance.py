@@ -32,7 +32,7 @@ KEYS: defaultdict[str, tuple[bytes, bytes]] = defaultdict(zmq.curve_keypair)
 R = TypeVar("R", bound=msgspec.Struct)
 
 HANG_S = 120.0
-LOAD = wire.Load({}, {}, {}, {}, 0, 0, 0, 0)
+LOAD = wire.Load({}, {}, {}, 0, 0, 0, 0)
 PAGE_TAGS = 65_536
 MAX_RUNS = 64
 

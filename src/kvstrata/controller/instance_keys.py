@@ -2,7 +2,7 @@
 
 1. An id belongs to the key under which it was first registered, also while its instance is away and after a restart of
    the controller: the keys are kept with the orders of admins (orders.py).  An admin who removes the instance ends
-   that; so does an instance that says it will not come back.
+   that.
 2. If the controller's key file lists ids for its clients (`client KEY ID…`), a client may register only under its own
    ids; if several clients' ids match, the closest match counts.  A key that the file lists no more holds no id, so a
    client's key can be changed in the file.

@@ -22,7 +22,7 @@ MAX_SUPERSEDED = 16
 """Earlier incarnations that a member remembers; none of them may join again while the member lives."""
 MAX_SENT = 16
 """Commands of a member that are sent at a time; the others wait here."""
-NO_LOAD = Load({}, {}, {}, {}, 0, 0, 0, 0)
+NO_LOAD = Load({}, {}, {}, 0, 0, 0, 0)
 
 # --- the member -------------------------------------------------------------------------------------------------
 

@@ -185,8 +185,6 @@ class Members:
         if member is None or told.incarnation in member.superseded:
             return
         self._forget(self.speaker(told.instance, told.incarnation, key), MemberEvent.LEFT, "left")
-        if told.for_ever:
-            self._keys.forget(told.instance)
 
     def remove(self, member: Member) -> None:
         """Forget a member that an admin has removed."""

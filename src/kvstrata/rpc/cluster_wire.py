@@ -195,8 +195,6 @@ class Goodbye(ClusterRequest, frozen=True, tag="goodbye"):
 
     instance: InstanceId
     incarnation: Incarnation
-    for_ever: bool = False
-    """Nobody will register under this id again, so the controller forgets the id's key too."""
 
 
 class Done(ClusterReply, frozen=True, tag="done"):
@@ -290,8 +288,6 @@ class Changes(ClusterRequest, frozen=True, tag="changes"):
 class Load(msgspec.Struct, array_like=True, frozen=True):
     """Counts of an instance since its start (`_total`), and its present numbers."""
 
-    chunks: ByTier
-    """Records by tier."""
     used_bytes: ByTier
     """Bytes used, by tier, as of a moment ago; tiers that do not know them are left out."""
     capacity_bytes: ByTier

@@ -139,7 +139,7 @@ def test_no_secret_is_in_a_command_line_page_answer_metric_or_log(tmp_path, envi
 BAD_LOADS = (
     {"used_bytes": {"l1\nkvstrata_fake 1": 1}},
     {"used_bytes": {'l1"} 1\nx{a="': 1}},
-    {"chunks": {"\x00": 1}},
+    {"capacity_bytes": {"\x00": 1}},
     {"capacity_bytes": {"x" * 200_000: 1}},
     {"used_bytes": {f"tier-{n}": n for n in range(10_000)}},
     {"hits_total": {"\x1b[2J": 1}},
@@ -163,7 +163,7 @@ def test_texts_of_a_member_become_labels_only_in_a_small_alphabet_and_number(con
             with pytest.raises(wire.BAD_FRAME):
                 wire.ANSWERS.decode(wire.encode(told))
         for n in range(5):
-            forged.tell(load=wire.Load({}, {"l1": 5}, {}, {f"w{n}": n, "l1": n}, 0, 0, 0, 0))
+            forged.tell(load=wire.Load({"l1": 5}, {}, {f"w{n}": n, "l1": n}, 0, 0, 0, 0))
         text = controller.text("/metrics")
         assert all(line.isprintable() for line in text.splitlines()) and "kvstrata_fake" not in text
         sources = {line for line in labels() if line.startswith("kvstrata_controller_hit_chunks_total")}

@@ -7,9 +7,8 @@ import pytest
 from kvstrata.controller.instance_keys import KEPT_S, MAX_KEYS
 from kvstrata.controller.orders import KeyOfId, Orders
 from kvstrata.errors import KvstrataError
-from kvstrata.rpc import cluster_wire as wire
 from tests.harness.known_members import KnownMembers
-from tests.unit.controller.member_messages import CURRENT, register
+from tests.unit.controller.member_messages import register
 
 OURS, THEIRS = "o" * 40, "t" * 40
 
@@ -21,13 +20,6 @@ def refusal(known: KnownMembers, name: str, key: str) -> str:
     except KvstrataError as refused:
         return refused.code
     return ""
-
-
-def test_an_instance_that_leaves_for_ever_leaves_its_id():
-    known = KnownMembers()
-    refusal(known, "a", OURS)
-    known.goodbye(wire.Goodbye(1, "a", CURRENT, for_ever=True), OURS)
-    assert refusal(known, "a", THEIRS) == ""
 
 
 def test_a_listed_client_may_use_its_own_ids_and_of_several_lists_the_closest_counts():

@@ -53,7 +53,6 @@ class Condition:
         sending_bytes, sent_bytes = self._peers.sending()
         usage = self._held.usage()
         return Load(
-            chunks={L1_TIER: l1["entries"]["ready"], **self._held.records()},
             used_bytes={L1_TIER: l1["used_bytes"], **{tier: one.used_bytes for tier, one in usage.items()}},
             capacity_bytes={
                 L1_TIER: self._pool.extents_bytes,

@@ -303,14 +303,6 @@ class HeldChunks(Numbers):
         """How full own tiers are, at most `COUNT_S` ago; those that could not say are left out."""
         return {tier: self._usage[tier] for tier in self._own() if tier in self._usage}
 
-    def records(self) -> dict[str, int]:
-        """Known records by tier, without L1."""
-        usage = self.usage()
-        return {
-            tier: usage[tier].records if tier in usage else len(self._tags.get(tier, ()))
-            for tier in self._all()
-        }
-
     def _all(self) -> dict[str, Tier]:
         """Open tiers that take puts; the one that reads peers takes none."""
         return {
