@@ -10,17 +10,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from typing_extensions import Buffer
 
 from kvstrata.keys.spans import longest, of_slices
 from kvstrata.naming import name_thread
 from kvstrata.native.core import Registry
-from kvstrata.rpc.cluster_wire import PROMISED_TIER, tags_of
+from kvstrata.rpc.cluster_wire import PROMISED_TIER, TAG_BYTES, tags_of
 
+T = TypeVar("T")
 INLINE_TAGS = 512
 """Most tags that the loop itself looks up, or changes while no change waits; they take about 50 µs."""
 MASK_BYTES = 8_192
@@ -133,10 +134,6 @@ class Lookups:
         ]
         return [place for place in found if place in self._slots]
 
-    def mask(self, *, on_disks: bool) -> bytearray:
-        """The slots of which an owner may be named: of L1, or of all tiers that are its own."""
-        return self._given if on_disks else self._readable
-
     def _mark_all(self, group: int) -> None:
         for place, slot in self._slots.items():
             if place.group == group:
@@ -176,37 +173,27 @@ class Lookups:
         found = map(self._registry.slot, self._promisers)
         return sum(one.keys for one in found if one is not None)
 
-    def longest(
-        self, tags: bytes, n_slices: int, except_group: int | None, best: int, allowed: Buffer | None = None
+    async def longest(
+        self, tags: bytes, n_slices: int, except_group: int | None, best: int, *, on_disks: bool = False
     ) -> list[Found]:
-        """At most `best` readable groups with the longest prefixes in L1, longest first.
+        """At most `best` readable groups with the longest prefixes in L1 or all tiers of their own, longest first."""
+        work = functools.partial(self._longest, tags, n_slices, except_group, best)
+        return await self._look(tags, work, self._given if on_disks else self._readable)
 
-        A call on a thread gives a copy of the mask of readable slots as `allowed`.
-        """
+    def _longest(
+        self, tags: bytes, n_slices: int, except_group: int | None, best: int, allowed: Buffer
+    ) -> list[Found]:
         found = self._registry.lookup_prefix(
-            tags,
-            n_slices=n_slices,
-            allowed=self._readable if allowed is None else allowed,
-            except_group=except_group,
-            best=best,
+            tags, n_slices=n_slices, allowed=allowed, except_group=except_group, best=best
         )
         return [Found(*one) for one in found]
 
-    async def longest_on_thread(
-        self, tags: bytes, n_slices: int, except_group: int | None, best: int, *, on_disks: bool = False
-    ) -> list[Found]:
-        """As `longest`, on a thread; with the mask at the time of this call."""
-        allowed = bytes(self.mask(on_disks=on_disks))
-        return await self._loop.run_in_executor(
-            self._readers, self.longest, tags, n_slices, except_group, best, allowed
-        )
+    async def held(self, tags: bytes, n_slices: int) -> dict[int, Held]:
+        """What each group has of a prompt; in each way at most MAX_HOLDERS groups, those that have most."""
+        work = functools.partial(self._held, tags, n_slices)
+        return await self._look(tags, work, self._l1, self._named, self._shared)
 
-    def held(self, tags: bytes, n_slices: int, masks: Sequence[Buffer] = ()) -> dict[int, Held]:
-        """What each group has of a prompt; in each way at most MAX_HOLDERS groups, those that have most.
-
-        A call on a thread gives copies of the masks of slots: L1, all, shared.
-        """
-        l1, named, shared = masks or (self._l1, self._named, self._shared)
+    def _held(self, tags: bytes, n_slices: int, l1: Buffer, named: Buffer, shared: Buffer) -> dict[int, Held]:
         found: dict[int, Held] = {}
         look = functools.partial(self._registry.lookup_prefix, tags, n_slices=n_slices, best=MAX_HOLDERS)
         for group, n in look(allowed=named):
@@ -217,21 +204,22 @@ class Lookups:
             found[group] = found.get(group, Held(anywhere=n))._replace(shared=n)
         return found
 
-    async def held_on_thread(self, tags: bytes, n_slices: int) -> dict[int, Held]:
-        """As `held`, on a thread; with the names at the time of this call."""
-        masks = [bytes(mask) for mask in (self._l1, self._named, self._shared)]
-        return await self._loop.run_in_executor(self._readers, self.held, tags, n_slices, masks)
+    async def _look(self, tags: bytes, work: Callable[..., T], *masks: bytearray) -> T:
+        """`work(*masks)`: of few tags at once; of more on a thread, with the masks as they are now."""
+        if len(tags) <= INLINE_TAGS * TAG_BYTES:
+            return work(*masks)
+        return await self._loop.run_in_executor(self._readers, work, *map(bytes, masks))
 
     async def hits(
         self, keys: bytes, spans: Sequence[int], except_group: int | None, best: int
     ) -> list[Found]:
-        """As `longest_on_thread`, of the hits that each group could serve with its windows and states in L1 too.
+        """As `longest`, of the hits that each group could serve with its windows and states in L1 too.
 
         `keys` are storage keys, `spans` as in keys/spans.py.  Only the SPAN_CANDIDATES groups with the longest prefixes
         in the slices without a span are looked at.
         """
         if not any(spans):
-            return await self.longest_on_thread(tags_of(keys), len(spans) or 1, except_group, best)
+            return await self.longest(tags_of(keys), len(spans) or 1, except_group, best)
         allowed, places = bytes(self._readable), dict(self._places)
         work = functools.partial(self._hits, keys, spans, except_group, allowed, places)
         found = await self._loop.run_in_executor(self._readers, work)
@@ -255,7 +243,7 @@ class Lookups:
         ]
         if whole:
             tags = tags_of(of_slices(keys, n_slices, whole))
-            prefixes = self.longest(tags, len(whole), except_group, SPAN_CANDIDATES, allowed)
+            prefixes = self._longest(tags, len(whole), except_group, SPAN_CANDIDATES, allowed)
         else:
             n_chunks = len(rows) // len(windows)
             prefixes = [Found(group, n_chunks) for group in set().union(*at) if group != except_group]

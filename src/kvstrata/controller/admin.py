@@ -24,7 +24,6 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.process import operations as common
 from kvstrata.process.operations import MAX_WAIT_S, Claiming, Headers, Reply, operation, operations_of
 from kvstrata.rpc import cluster_wire as wire
-from kvstrata.rpc.cluster_wire import AskRuntime, AskStatus, Operation
 
 if TYPE_CHECKING:
     from kvstrata.controller.cluster import Cluster
@@ -80,22 +79,6 @@ class Admin:
         done = await self.cluster.outcome(issued, wait_s)
         rows = [views.command_row(self.cluster, one) for one in issued]
         return Reply({**more, "done": done, "commands": rows}, 200 if done else 202)
-
-    async def document(self, ask: Waiting, operation: Operation) -> Reply:
-        """A document that an instance makes."""
-        member = self.orders.member(ask.name)
-        issued = self.cluster.issue(member, operation, ttl_s=max(60.0, ask.wait_s))
-        done = await self.cluster.outcome([issued], ask.wait_s)
-        result = issued.result
-        answer = {
-            "instance": ask.name,
-            "done": done,
-            "command": issued.number,
-            "ok": result is not None and result.ok,
-            "message": result.message if result is not None else "the instance has not answered yet",
-            "document": views.plain(result.body) if result is not None else {},
-        }
-        return Reply(answer, 200 if done else 202)
 
 
 # --- what is asked ----------------------------------------------------------------------------------------------------
@@ -246,7 +229,7 @@ async def events(parts: Admin, ask: Events) -> Document:
 
     `lost`: some after `after` are no longer kept. `next_after` is the `after` of the next request.
     """
-    tail, after = parts.cluster.journal.tail, ask.after
+    tail, after = parts.cluster.journal, ask.after
     if after is None:
         found, lost, after = tail.latest(ask.limit), False, tail.last
     else:
@@ -314,9 +297,8 @@ def resync(parts: Admin, ask: Instance) -> Document:
 @operation("POST", "/v1/instances/{name}/freeze", ctl="freeze", tag="instances", acts=True)
 async def freeze(parts: Admin, ask: Freeze) -> Reply:
     """Have an instance store nothing new for a time, and serve what it has; 0 ends that."""
-    member = parts.orders.member(ask.name)
-    operation = wire.Freeze(round(1000 * ask.seconds))
-    return await parts.ended([parts.cluster.issue(member, operation)], ask.wait_s)
+    issued = parts.orders.at([ask.name], wire.Freeze(round(1000 * ask.seconds)))
+    return await parts.ended(issued, ask.wait_s)
 
 
 @operation("DELETE", "/v1/instances/{name}", ctl="remove", tag="instances", acts=True)
@@ -340,14 +322,23 @@ async def allow(parts: Admin, ask: Instance) -> dict[str, bool]:
 
 @operation("GET", "/v1/instances/{name}/status", ctl="document", tag="instances", acts=True)
 async def status(parts: Admin, ask: Waiting) -> Reply:
-    """The status document of an instance: pool, engine processes (workers), adapters, counters."""
-    return await parts.document(ask, AskStatus())
+    """The status document of an instance: pool, engine processes (workers), adapters, counters; and `runtime`.
 
-
-@operation("GET", "/v1/instances/{name}/runtime", ctl="runtime", tag="instances", acts=True)
-async def runtime(parts: Admin, ask: Waiting) -> Reply:
-    """Threads, memory, garbage collector and lag of the loop of an instance."""
-    return await parts.document(ask, AskRuntime())
+    That has threads, memory, garbage collector and lag of the loop.
+    """
+    member = parts.orders.member(ask.name)
+    issued = parts.cluster.issue(member, wire.AskStatus(), ttl_s=max(60.0, ask.wait_s))
+    done = await parts.cluster.outcome([issued], ask.wait_s)
+    result = issued.result
+    answer = {
+        "instance": ask.name,
+        "done": done,
+        "command": issued.number,
+        "ok": result is not None and result.ok,
+        "message": result.message if result is not None else "the instance has not answered yet",
+        "document": views.plain(result.body) if result is not None else {},
+    }
+    return Reply(answer, 200 if done else 202)
 
 
 # --- chunks -----------------------------------------------------------------------------------------------------------
@@ -378,7 +369,7 @@ async def claim(parts: Admin, ask: Claim) -> Reply:
 @operation("GET", "/v1/claims", ctl="claims", tag="chunks", acts=True)
 async def claims(parts: Admin, ask: Claims) -> Reply:
     """The claims of all live instances, those that are kept and the last that have ended."""
-    issued = parts.orders.claims()
+    issued = parts.orders.at(None, wire.AskClaims())
     await parts.cluster.outcome(issued, ask.wait_s)
     told = {one.member.id: one.result.body for one in issued if one.result is not None and one.result.ok}
     rows = [{"instance": name, **row} for name, body in told.items() for row in body["claims"]]
@@ -389,7 +380,8 @@ async def claims(parts: Admin, ask: Claims) -> Reply:
 @operation("POST", "/v1/claims/{claim}/release", ctl="release", tag="chunks", acts=True)
 async def release(parts: Admin, ask: Claimed) -> Reply:
     """End a claim; `count` in the result of its instance is 1."""
-    return await parts.ended(parts.orders.release(ask.claim, ask.instance), ask.wait_s)
+    where = None if ask.instance is None else [ask.instance]
+    return await parts.ended(parts.orders.at(where, wire.Release(ask.claim)), ask.wait_s)
 
 
 @operation("POST", "/v1/replicate", ctl="replicate", tag="chunks", acts=True)
@@ -414,7 +406,7 @@ async def _copied(parts: Admin, ask: Copy, *, move: bool) -> Reply:
 @operation("POST", "/v1/clear", ctl="clear", tag="chunks", acts=True)
 async def clear(parts: Admin, ask: Clear) -> Reply:
     """Drop chunks of all tenants or of one; bytes in use become free when their use ends."""
-    return await parts.ended(parts.orders.clear(ask.tier, ask.tenant, ask.instances), ask.wait_s)
+    return await parts.ended(parts.orders.at(ask.instances, wire.Clear(ask.tier, ask.tenant)), ask.wait_s)
 
 
 @operation("POST", "/v1/evict", ctl="evict", tag="chunks", acts=True)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Coroutine
-from typing import Any
-
-from kvstrata.cluster.lookups import INLINE_TAGS
 from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.peer_hosts import PeerHosts
@@ -13,12 +9,10 @@ from kvstrata.errors import BadRequest
 from kvstrata.rpc.cluster_wire import (
     MAX_PEER_KEYS,
     TAG_BYTES,
-    ClusterReply,
     Done,
     GatewayBeat,
     GatewayHeard,
     Goodbye,
-    Owner,
     Register,
     Registered,
     Where,
@@ -63,7 +57,7 @@ class Answers:
         self._cluster.goodbye(request, address.key)
         return Done(request.seq, self._cluster.epoch)
 
-    def _where(self, request: Where, _: Address) -> ClusterReply | Coroutine[Any, Any, ClusterReply]:
+    async def _where(self, request: Where, _: Address) -> WhereReply:
         n_tags, rest = divmod(len(request.tags), TAG_BYTES)
         if request.each and (request.n_slices != 1 or n_tags > MAX_PEER_KEYS):
             raise BadRequest(
@@ -76,14 +70,8 @@ class Answers:
                 field="tags",
             )
         ranking = self._cluster.ranking
-        if request.named:
-            return WhereReply(request.seq, self._cluster.epoch, ranking.named(request))
-        if not request.each and n_tags <= INLINE_TAGS:
-            return WhereReply(request.seq, self._cluster.epoch, ranking.where_now(request))
-        return self._owners(request, ranking.where(request))
-
-    async def _owners(self, request: Where, owners: Awaitable[list[Owner]]) -> WhereReply:
-        return WhereReply(request.seq, self._cluster.epoch, await owners)
+        owners = ranking.named(request) if request.named else await ranking.where(request)
+        return WhereReply(request.seq, self._cluster.epoch, owners)
 
     def _beat(self, request: GatewayBeat, address: Address) -> GatewayHeard:
         return self._cluster.gateways.beat(request, address.key, address.host, self._cluster.epoch)

@@ -33,7 +33,6 @@ from kvstrata.patience import patience
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import (
     AskClaims,
-    AskRuntime,
     AskShared,
     AskStatus,
     Changed,
@@ -54,7 +53,7 @@ if TYPE_CHECKING:  # importing it needs the client library of etcd
 TICK_S = 0.25
 REACH_S = 2.0
 """Time for an instance that registers to answer at its control port."""
-ONLY_ASKING = (AskRuntime, AskStatus, AskClaims, AskShared)
+ONLY_ASKING = (AskStatus, AskClaims, AskShared)
 """Operations that change nothing; they are sent all the time, so their success is not an event."""
 SOURCES = frozenset({"l1", "l2", "peer", "miss"})
 """Words for what had a chunk. They become labels of metrics, so all other words of members count as one."""

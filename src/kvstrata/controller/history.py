@@ -37,10 +37,12 @@ class Happened(NamedTuple):
     facts: dict[str, Any]
 
 
-class EventTail:
-    """The last events, for readers that ask for events after a number, or wait for the next."""
+class Journal:
+    """The events of the cluster: the last ones, for readers that ask for those after a number, and the log's lines."""
 
-    def __init__(self, first_number: int) -> None:
+    def __init__(self, clock: Clock, first_number: int) -> None:
+        self._clock = clock
+        self._log = EventLog("controller")
         self._events: deque[Happened] = deque(maxlen=MAX_EVENTS)
         self._next = first_number
         self._more = asyncio.Event()
@@ -50,12 +52,15 @@ class EventTail:
         """Number of the last event; before the first event, one less than the number that it will get."""
         return self._next - 1
 
-    def add(self, unix_ms: int, kind: str, instance: str, facts: dict[str, Any]) -> None:
-        """Append an event."""
-        self._events.append(Happened(self._next, unix_ms, kind, instance, facts))
+    def say(self, kind: str, instance: str = "", **facts: Any) -> None:
+        """Record an event, of an instance if one is named."""
+        self._events.append(Happened(self._next, self._clock.unix_ms(), kind, instance, facts))
         self._next += 1
         self._more.set()
         self._more = asyncio.Event()
+        level = logging.WARNING if kind in LOUD else logging.INFO
+        named = {"instance": instance} if instance else {}
+        self._log.repeated(level, f"{kind} {instance}", kind, **named, **facts)
 
     def after(self, number: int, limit: int) -> tuple[list[Happened], bool]:
         """The first events after a number, and whether some of them are no longer kept."""
@@ -75,20 +80,3 @@ class EventTail:
             await asyncio.wait_for(self._more.wait(), wait_s)
         except TimeoutError:
             pass
-
-
-class Journal:
-    """Receives the events of the cluster, and writes them to the tail and to the log."""
-
-    def __init__(self, clock: Clock, first_number: int) -> None:
-        self._clock = clock
-        self._log = EventLog("controller")
-        self.tail = EventTail(first_number)
-
-    def say(self, kind: str, instance: str = "", **facts: Any) -> None:
-        """Record an event, of an instance if one is named."""
-        self.tail.add(self._clock.unix_ms(), kind, instance, facts)
-        level = logging.WARNING if kind in LOUD else logging.INFO
-        self._log.repeated(
-            level, f"{kind} {instance}", kind, **({"instance": instance} if instance else {}), **facts
-        )

@@ -22,13 +22,10 @@ from kvstrata.process.operations import MAX_KEYS, Chunks, Claiming
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import (
     MAX_PEER_KEYS,
-    AskClaims,
     Claim,
-    Clear,
     Drain,
     Evict,
-    Release,
-    Scope,
+    Operation,
     tags_of,
 )
 from kvstrata.types import KEY_BYTES
@@ -80,9 +77,9 @@ class Operations:
             raise NotFound(f"instance: there is no {instance!r:.80}; there are: {there:.500}")
         return member
 
-    def named(self, instances: Sequence[str] | None) -> list[Member]:
-        """The members with these ids, or all members, also dead ones that are not forgotten yet. Raises NotFound."""
-        return list(self._cluster.members) if instances is None else [self.member(one) for one in instances]
+    def named(self, instances: Sequence[str]) -> list[Member]:
+        """The members with these ids. Raises NotFound."""
+        return [self.member(one) for one in instances]
 
     async def name(self, ask: Chunks, kind: int | None) -> Named:
         """The storage keys of the chunks that a request names, by tokens or by keys. Raises BadRequest."""
@@ -159,14 +156,10 @@ class Operations:
         )
         return self._cluster.issue_to_each([(member, [operation])])
 
-    def claims(self) -> list[Command]:
-        """Ask all live instances for their claims. Raises KvstrataError."""
-        return self._cluster.issue_to_each([(one, [AskClaims()]) for one in self._cluster.live()])
-
-    def release(self, claim: str, instance: str | None) -> list[Command]:
-        """End a claim at an instance, by default at whichever live one keeps it. Raises KvstrataError."""
-        members = self._live_or_named(None if instance is None else [instance])
-        return self._cluster.issue_to_each([(one, [Release(claim)]) for one in members])
+    def at(self, instances: Sequence[str] | None, operation: Operation) -> list[Command]:
+        """Have these instances, by default all live ones, carry out an operation. Raises KvstrataError."""
+        members = self._cluster.live() if instances is None else self.named(instances)
+        return self._cluster.issue_to_each([(one, [operation]) for one in members])
 
     # --- copying --------------------------------------------------------------------------------------------
 
@@ -222,12 +215,6 @@ class Operations:
 
     # --- dropping -------------------------------------------------------------------------------------------
 
-    def clear(self, tier: Scope, tenant: str | None, instances: Sequence[str] | None) -> list[Command]:
-        """Drop the chunks of a tier. Raises KvstrataError."""
-        return self._cluster.issue_to_each(
-            [(member, [Clear(tier, tenant)]) for member in self._live_or_named(instances)]
-        )
-
     async def evict_chunks(self, named: Named, instances: Sequence[str] | None) -> list[Command]:
         """Drop chunks from L1, by default at all instances that have some of them. Raises KvstrataError."""
         drops = _drops(_some(named.keys))
@@ -245,9 +232,6 @@ class Operations:
         )
 
     # --- inside ---------------------------------------------------------------------------------------------
-
-    def _live_or_named(self, instances: Sequence[str] | None) -> list[Member]:
-        return self._cluster.live() if instances is None else self.named(instances)
 
     async def _hits(self, named: Named, but: int | None) -> list[Found]:
         """The groups, other than `but`, with the longest hits."""

@@ -34,23 +34,14 @@ class Ranking(Numbers):
         self.keys = 0
         """Number of tags in all questions."""
 
-    def where_now(self, told: Where) -> list[Owner]:
-        """The owners of the longest prefixes, best first; looks up on the loop."""
-        began_s, asker = time.perf_counter(), self._members.get(told.asker)
-        group = asker.group if asker is not None else None
-        found = self._lookups.longest(
-            told.tags, told.n_slices, group, CANDIDATES, self._lookups.mask(on_disks=told.on_disks)
-        )
-        return self._ranked(told, asker, found, began_s)
-
     async def where(self, told: Where) -> list[Owner]:
-        """As `where_now`, but looks up on a thread."""
+        """The owners of the longest prefixes, or of the earliest of single keys; best first."""
         began_s, asker = time.perf_counter(), self._members.get(told.asker)
         group = asker.group if asker is not None else None
         if told.each:
             found = await self._lookups.nearest(told.tags, group, CANDIDATES, promised=told.promised)
         else:
-            found = await self._lookups.longest_on_thread(
+            found = await self._lookups.longest(
                 told.tags, told.n_slices, group, CANDIDATES, on_disks=told.on_disks
             )
         return self._ranked(told, asker, found, began_s)

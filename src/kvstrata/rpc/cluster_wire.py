@@ -438,12 +438,8 @@ class Drain(BaseOperation, frozen=True, tag="drain"):
     on: bool = True
 
 
-class AskRuntime(BaseOperation, frozen=True, tag="runtime"):
-    """Answer threads, memory, garbage collector, lag of the loop, allow-listed environment."""
-
-
 class AskStatus(BaseOperation, frozen=True, tag="status"):
-    """Answer the document of /v1/status."""
+    """Answer the document of /v1/status, and below `runtime` threads, memory, garbage collector and lag of the loop."""
 
 
 class AskShared(BaseOperation, frozen=True, tag="shared"):
@@ -455,9 +451,7 @@ class AskShared(BaseOperation, frozen=True, tag="shared"):
     """How many chunks each of them has."""
 
 
-Operation = (
-    Freeze | Clear | Evict | Claim | AskClaims | Release | Pull | Drain | AskRuntime | AskStatus | AskShared
-)
+Operation = Freeze | Clear | Evict | Claim | AskClaims | Release | Pull | Drain | AskStatus | AskShared
 
 
 class Do(ClusterRequest, frozen=True, tag="do"):

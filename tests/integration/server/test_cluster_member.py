@@ -154,7 +154,7 @@ def test_commands_are_carried_out_and_answered(controller, server, client):
     until(lambda: keys_in(controller, "l1") == 5)
     status = controller.ask("/v1/instances/ours/status")
     assert status["ok"] and status["document"]["instance"]["instance_id"] == "ours"
-    runtime = controller.ask("/v1/instances/ours/runtime")["document"]
+    runtime = status["document"]["runtime"]
     assert runtime["rss_bytes"] > 0 and runtime["threads"] > 1
     client.lookup(prompt.identity.identity_id, prompt.chain)
     keys = [key.hex() for key in split(prompt.keys)]

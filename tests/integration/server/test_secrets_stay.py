@@ -118,7 +118,7 @@ def test_no_secret_is_in_a_command_line_page_answer_metric_or_log(tmp_path, envi
         seen["an unknown name"] = asked(server, f"/v1/l2/adapters/{PASSWORD}/pause", method="POST")
 
         eventually("the instance is a member", lambda: "ours" in json.dumps(controller.ask("/v1/instances")))
-        seen["the runtime page"] = json.dumps(controller.ask("/v1/instances/ours/runtime"))
+        seen["the document"] = json.dumps(controller.ask("/v1/instances/ours/status"))
         assert server.stop() == 0
         seen["logs"] = server.log.read_text() + controller.log.read_text()
     checked = subprocess.run(

@@ -73,7 +73,6 @@ CASES: dict[str, Any] = {
     "cluster resync a": DONE,
     "cluster remove a": {"removed": True},
     "cluster allow a": {"allowed": True},
-    "cluster runtime a": {"threads": 3},
     "cluster document a --wait-s 1": {"pool": {}},
     "gateway decision a/b --number 2": {"equal": True},
     "cluster lookup NOTHING": None,

@@ -133,8 +133,8 @@ async def test_what_an_instance_computes_is_named_only_to_those_who_ask_for_that
     asked = tags_of([5, 2, 1])
     assert await lookups.nearest(asked, None, 8, promised=True) == [Found(7, 2)]
     assert not await lookups.nearest(asked, None, 8) and not await lookups.nearest(asked, 7, 8, promised=True)
-    assert not lookups.longest(promised, 1, None, 8) and not lookups.held(promised, 1)
-    assert not await lookups.longest_on_thread(promised, 1, None, 8, on_disks=True)
+    assert not await lookups.longest(promised, 1, None, 8) and not await lookups.held(promised, 1)
+    assert not await lookups.longest(promised, 1, None, 8, on_disks=True)
     assert await lookups.holders(promised) == [[], [], []]
     assert {place.tier for place in lookups.places().values()} == {"l1"}
     lookups.set_readable(7, False)

@@ -7,8 +7,9 @@ import pytest
 from kvstrata.controller.instance_keys import KEPT_S, MAX_KEYS
 from kvstrata.controller.orders import KeyOfId, Orders
 from kvstrata.errors import KvstrataError
+from kvstrata.rpc import cluster_wire as wire
 from tests.harness.known_members import KnownMembers
-from tests.unit.controller.member_messages import register
+from tests.unit.controller.member_messages import CURRENT, register
 
 OURS, THEIRS = "o" * 40, "t" * 40
 

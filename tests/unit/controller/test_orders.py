@@ -50,7 +50,7 @@ async def test_a_command_is_sent_once_and_ends_by_its_answer(cluster):
     assert all(one.result is not None for one in issued) and not member.waiting
     await turns()
     assert all(future.done() for _, future in link.asked), "nobody waits for an answer any more"
-    told = [one.facts["number"] for one in cluster.journal.tail.after(0, 100)[0] if one.kind == "command"]
+    told = [one.facts["number"] for one in cluster.journal.after(0, 100)[0] if one.kind == "command"]
     assert sorted(told) == [one.number for one in issued], "events say how each has ended"
 
 
@@ -195,7 +195,7 @@ async def test_many_keys_are_moved_by_several_commands_and_dropped_when_all_have
 
 
 def kinds(instances: Instances) -> list[str]:
-    return [event.kind for event in instances.cluster.journal.tail.after(0, 100)[0]]
+    return [event.kind for event in instances.cluster.journal.after(0, 100)[0]]
 
 
 async def test_many_keys_are_claimed_by_one_command_and_released_wherever_they_are_kept(instances):
@@ -210,8 +210,8 @@ async def test_many_keys_are_claimed_by_one_command_and_released_wherever_they_a
     assert len(wire.encode(asked)) < wire.MAX_CLUSTER_MESSAGE_BYTES
     with pytest.raises(BadRequest, match="at most 65536"):
         await instances.operations.claim(named(MAX_KEYS + 1), "a", Claiming())
-    assert [one.member.id for one in instances.operations.release("c", None)] == ["a", "b"]
-    assert [one.member.id for one in instances.operations.claims()] == ["a", "b"]
+    assert [one.member.id for one in instances.operations.at(None, wire.Release("c"))] == ["a", "b"]
+    assert [one.member.id for one in instances.operations.at(None, wire.AskClaims())] == ["a", "b"]
 
 
 async def test_a_request_for_more_commands_than_an_instance_may_have_is_refused_whole(instances):

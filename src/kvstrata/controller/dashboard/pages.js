@@ -207,14 +207,14 @@ function answered(answer, view) {
 
 export const instancePage = {
   title: (id) => id,
-  documents: (id) => ({ status: `${instancePath(id)}/status`, runtime: `${instancePath(id)}/runtime` }),
+  documents: (id) => ({ status: `${instancePath(id)}/status` }),
   view({ state: { cluster, instances }, documents, id }) {
     const one = instances.find((each) => each.id === id);
     if (!one) return [h("p", {}, "The controller knows no instance of this id. It may have left or been removed; ", h("a", { href: "#/events" }, "the events"), " may say when.")];
     return [
       h("div", { class: "heading", key: "heading" }, state(stateOf(one)), actions(one)),
       follower(cluster), description(one), numbers(one),
-      one.state === "live" && [answered(documents.status, (told) => [forecasts(told), workers(told)]), answered(documents.runtime, runtime)],
+      one.state === "live" && answered(documents.status, (told) => [forecasts(told), workers(told), runtime(told.runtime)]),
     ];
   },
 };

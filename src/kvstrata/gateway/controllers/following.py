@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from kvstrata.cluster.follow import ANSWER_S, Follower
 from kvstrata.cluster.followers import Followers
-from kvstrata.cluster.lookups import INLINE_TAGS, Held
+from kvstrata.cluster.lookups import Held
 from kvstrata.errors import ClusterFailure, Unavailable
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Numbers, counter, gauge
@@ -25,7 +25,6 @@ from kvstrata.patience import patience
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import (
     MAX_HINTS,
-    TAG_BYTES,
     Changed,
     Changes,
     Condition,
@@ -161,10 +160,7 @@ class Following(Numbers):
 
     async def held(self, tags: bytes, n_slices: int) -> list[Holding]:
         """What instances hold of a prompt; its tags chunk by chunk."""
-        if len(tags) <= INLINE_TAGS * TAG_BYTES:
-            found = self._followers.lookups.held(tags, n_slices)
-        else:
-            found = await self._followers.lookups.held_on_thread(tags, n_slices)
+        found = await self._followers.lookups.held(tags, n_slices)
         now_s, rows = self._now_s(), []
         for group, chunks in found.items():
             known = self._by_group.get(group)

@@ -23,7 +23,6 @@ from kvstrata.p2p.serving import PeersServed
 from kvstrata.process.operations import Claiming
 from kvstrata.rpc.cluster_wire import (
     AskClaims,
-    AskRuntime,
     AskShared,
     Claim,
     Clear,
@@ -165,11 +164,9 @@ class Actions:
                 return {"sending_bytes": self._peers.sending()[0]}
             case AskShared() if self._shared is not None:
                 return await self._lane.run(shared.body_of, *self._shared.take(), operation)
-            case AskRuntime():
-                began_s = self._loop.time()
-                await asyncio.sleep(LAG_S)
-                return self._runtime(self._loop.time() - began_s - LAG_S)
-        return self._board.document()
+        began_s = self._loop.time()
+        await asyncio.sleep(LAG_S)
+        return {**self._board.document(), "runtime": _runtime(self._loop.time() - began_s - LAG_S)}
 
     async def _pull(self, pull: Pull) -> dict[str, Any]:
         """Load the chunks that L1 lacks, as a prewarm does: from the named owner, else from any tier that has them."""
@@ -189,18 +186,19 @@ class Actions:
         reason = "" if n == count(keys, n_slices) else str(fetched.reason)
         return {"count": n, "loaded": fetched.l2_chunks, "reason": reason}
 
-    def _runtime(self, lag_s: float) -> dict[str, Any]:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-        return {
-            "pid": os.getpid(),
-            "threads": int(status.get("Threads", "0")),
-            "python_threads": [thread.name for thread in threading.enumerate()],
-            "rss_bytes": int(status.get("VmRSS", "0 kB").split()[0]) * 1024,
-            "gc_count": list(gc.get_count()),
-            "gc_collections": [generation["collections"] for generation in gc.get_stats()],
-            "gc_frozen": gc.get_freeze_count(),
-            "loop_lag_ms": round(1000 * max(0.0, lag_s), 3),
-            "tasks": len(asyncio.all_tasks()),
-            "open_files": len(os.listdir("/proc/self/fd")),
-        }
+
+def _runtime(lag_s: float) -> dict[str, Any]:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+    return {
+        "pid": os.getpid(),
+        "threads": int(status.get("Threads", "0")),
+        "python_threads": [thread.name for thread in threading.enumerate()],
+        "rss_bytes": int(status.get("VmRSS", "0 kB").split()[0]) * 1024,
+        "gc_count": list(gc.get_count()),
+        "gc_collections": [generation["collections"] for generation in gc.get_stats()],
+        "gc_frozen": gc.get_freeze_count(),
+        "loop_lag_ms": round(1000 * max(0.0, lag_s), 3),
+        "tasks": len(asyncio.all_tasks()),
+        "open_files": len(os.listdir("/proc/self/fd")),
+    }
