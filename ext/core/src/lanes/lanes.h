@@ -35,8 +35,8 @@
 
 namespace kvstrata {
 
-class DoneJobs;   // lanes/done.h
-class LaneGroup;  // lanes/group.h
+class DoneJobs;
+class LaneGroup;
 
 // In order of precedence within the common group. The numbers are part of the binding.
 enum class Lane : std::uint8_t { kLookup = 0, kLoad = 1, kDelete = 2, kPut = 3 };
