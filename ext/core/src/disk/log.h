@@ -16,20 +16,24 @@
 //   append     places, writes and syncs of frames; the log's mode
 //   find       the index, and loads
 //   retire     makes segments free: writes tables, writes some records again, evicts the others
-//   put, remove
 //
-// A part calls only parts named before it, never DiskLog. The index lies in memory. A lock file
-// makes sure that only one log uses a folder.
+// A part calls only parts named before it, never DiskLog, which puts and removes by them: a put
+// writes its frames piece by piece, and the end of its batch syncs and publishes them; a removal
+// appends and syncs a tombstone for each key, or one clear for all. The index lies in memory. A
+// lock file makes sure that only one log uses a folder.
 #pragma once
 
+#include <cstdint>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "disk/put.h"
-#include "disk/remove.h"
+#include "disk/append.h"
+#include "disk/find.h"
+#include "disk/retire.h"
 #include "kvstrata/connector.h"
 
 namespace kvstrata {
@@ -64,14 +68,21 @@ class DiskLog final : public Connector {
   std::string lock_folder(const ConnectorContext& context);
   std::string recover();
   void keep_maintaining();
+  void put_one(disk::Lock& lock, PutItem& item) noexcept;
+  // Takes the records out of the index, and sets `removed` where a synced tombstone names the key.
+  // A record that left the index without such a tombstone may come back at the next open. `copy`:
+  // the sequence of the only copy to remove; 0: any record of a key. Unlocks the mutex.
+  void remove(disk::Lock& lock, std::span<DeleteItem> items, std::uint64_t copy) noexcept;
+  void remove_copy(disk::Lock& lock, const LoadItem& item) noexcept;
+  [[nodiscard]] bool is_there(const Digest& key, std::uint64_t copy) noexcept;
 
   disk::Shared shared_;
   disk::Segments segments_{shared_};
   disk::Appender appender_{shared_, segments_};
   disk::Finder finder_{shared_, segments_};
   disk::Retirer retirer_{shared_, segments_, appender_, finder_};
-  disk::Putter putter_{shared_, appender_, finder_, retirer_};
-  disk::Remover remover_{shared_, appender_, finder_, retirer_};
+  // Written frames, by sequence, from put() to put_end().
+  std::map<std::uint64_t, disk::PlacedFrame> puts_;
   std::unique_ptr<FileLock> folder_lock_;
   std::thread maintainer_;
 };
