@@ -5,7 +5,7 @@
 // directory that servers share: there it also finds and loads the records of the others, and
 // remove() and clear() concern its own records only (fs/others.h).
 //
-// A record is first written as a part, then renamed to its own name (fs/parts.h).
+// A record is first written as a part, then renamed to its own name (FsPart).
 //
 // Invariants
 // 1. A record's name appears only when its bytes are on the medium, and STORED is answered only
@@ -28,11 +28,15 @@
 // 7. remove() and clear() count a record as removed when its directory was synced without it. An
 //    evicted record may be back after a power cut. If the medium does not say whether a record
 //    still exists, the record counts as existing, and is also reported as evicted.
-// 8. Where the file system has less room than the cap, or fewer names (inodes), records are evicted
+// 8. Concurrent puts of one record write it once: the first item makes the part, the others join it
+//    and get its outcome. The thread that claims a part publishes it, whichever batch it belongs
+//    to. A part is kept until every item that made or joined it has its outcome.
+// 9. Where the file system has less room than the cap, or fewer names (inodes), records are evicted
 //    for what is missing, and a put is refused only when that does not help.
 #pragma once
 
 #include <condition_variable>
+#include <map>
 #include <mutex>
 #include <thread>
 #include <unordered_map>
@@ -41,10 +45,28 @@
 #include "fs/files.h"
 #include "fs/index.h"
 #include "fs/others.h"
-#include "fs/parts.h"
 #include "fs/scan.h"
 
 namespace kvstrata {
+
+// A record that is being stored. It is first a *part*, a file under a temporary name, which is then
+// renamed to the record's name.
+enum class FsPartState : std::uint8_t {
+  kWriting,  // a thread is writing it
+  kWritten,  // synced under a temporary name, or its record exists already
+  kClaimed,  // a thread is publishing it
+  kSettled,  // its outcome is known, and kept until every batch that asked for it has ended
+};
+
+struct FsPart {
+  Digest key{};
+  Digest parent{};  // set by the maker, see FsRecord
+  std::uint32_t length = 0;
+  FsPartState state = FsPartState::kWriting;  // goes only forward
+  bool cancelled = false;                     // the key was deleted meanwhile
+  std::uint32_t askers = 0;  // items that made or joined it and have not got its outcome yet
+  PutOutcome outcome{PutStatus::kFailed, Reason::kInternal};
+};
 
 class FsConnector final : public Connector {
  public:
@@ -70,32 +92,30 @@ class FsConnector final : public Connector {
   void close() noexcept override;
 
  private:
-  using Lock = FsParts::Lock;
+  using Lock = std::unique_lock<std::mutex>;
 
   enum class Mark : std::uint8_t { kPublishing, kRemoving };
   enum class Leaving : std::uint8_t { kEvicted, kDeleted, kCorrupt };
 
-  // connector.cpp
+  void scan();
   Reason wait_until_scanned(Lock& lock);
   void find(std::span<ExistsItem> items);
   PutOutcome put_one(PutItem& item);
   Status write_part(Lock& lock, const FsFiles::NewPart& file, std::uint64_t charge);
   LoadOutcome load_one(LoadItem& item);
-
-  // publish.cpp
+  // Joins the item to the part of the same record that is neither settled nor cancelled. False:
+  // there is no such part.
+  bool join(PutItem& item);
+  bool cancel_parts(const Digest& key);
+  bool publish_written(Lock& lock);
   void publish(Lock& lock, std::vector<std::uint64_t> claimed);
   void publish_marked(Lock& lock, std::span<const std::uint64_t> marked,
                       std::vector<std::uint64_t>* unnamed);
   void settle(FsPart& part, PutOutcome outcome);
-
-  // room.cpp
   bool take_room(Lock& lock, std::uint64_t charge);
   bool evict(Lock& lock, std::uint64_t need_bytes, std::size_t count = 1);
   std::vector<FsFiles::Removal> remove_records(Lock& lock, const std::vector<Digest>& keys,
                                                Leaving how);
-
-  // connector.cpp
-  void scan();
 
   const FsOptions options_;
   FsPaths paths_;  // set by open()
@@ -111,7 +131,7 @@ class FsConnector final : public Connector {
   std::condition_variable changed_;  // for marks, parts, records that leave, and the scan
   FsIndex index_;
   std::unordered_map<Digest, Mark, KeyHash> marks_;
-  FsParts parts_{changed_};  // numbered in the order in which they took room
+  std::map<std::uint64_t, FsPart> parts_;  // numbered in the order in which they took room
   std::uint64_t next_part_ = 0;
   std::uint64_t parts_charge_ = 0;    // of parts that are not settled
   std::uint64_t leaving_charge_ = 0;  // of records that are being unlinked

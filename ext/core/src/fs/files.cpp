@@ -2,6 +2,7 @@
 #include "fs/files.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <map>
 #include <set>
@@ -10,6 +11,14 @@
 #include "files/block.h"
 
 namespace kvstrata {
+
+namespace {
+
+std::size_t shard_of(const Digest& key) noexcept {
+  return std::size_t{key[0]} << 8 | key[1];
+}
+
+}  // namespace
 
 LoadOutcome FsFiles::outcome_of(Read read) noexcept {
   switch (read) {
@@ -77,22 +86,48 @@ Status FsFiles::write_part(const NewPart& part, std::uint64_t need_bytes,
   return status;
 }
 
+Status FsFiles::make_folders_of(const Digest& key, std::vector<std::string>* made) {
+  bool known = false;
+  bool known_outer = false;
+  {
+    const std::lock_guard lock(known_mutex_);
+    known = known_[shard_of(key)];
+    known_outer = known_outer_[key[0]];
+  }
+  if (!known_outer) made->push_back(paths_.outer_folder(key));
+  if (!known) made->push_back(paths_.folder(key));
+  for (const std::string& path : *made) {
+    const Status status = layer_.make_folder(path);
+    if (status.ok()) continue;
+    if (!is_os_error(status, EEXIST)) return status;
+    FileStat found;
+    KVSTRATA_RETURN_IF_ERROR(layer_.stat(path, &found));
+    // Through a link, puts would write outside the directory.
+    if (!found.is_folder) return Status(StatusCode::kOsError, "stat", ENOTDIR);
+  }
+  return Status();
+}
+
 Status FsFiles::rename_into_place(const Publication& item, std::vector<std::string>* made) {
   const std::string name = paths_.record(item.key);
-  Status status = folders_.make(item.key, made);
+  Status status = make_folders_of(item.key, made);
   if (status.ok()) status = layer_.rename(item.part, name);
   if (!is_not_there(status)) return status;
-  folders_.forget_known();  // the directory was removed: make it again
+  {  // the directory was removed: make it again
+    const std::lock_guard lock(known_mutex_);
+    known_.reset();
+    known_outer_.reset();
+  }
   made->clear();
   KVSTRATA_RETURN_IF_ERROR(make_folders(layer_, paths_.base()));
-  KVSTRATA_RETURN_IF_ERROR(folders_.make(item.key, made));
+  KVSTRATA_RETURN_IF_ERROR(make_folders_of(item.key, made));
   return layer_.rename(item.part, name);
 }
 
 void FsFiles::publish(std::span<Publication> items) {
-  std::map<std::string, FsDurableFolders::Sync> changed;
+  std::map<std::string, Sync> changed;
   const auto note_change = [&](const std::string& path, std::size_t item) {
-    FsDurableFolders::Sync& folder = changed[path];
+    Sync& folder = changed[path];
     folder.path = path;
     folder.items.push_back(item);
   };
@@ -113,35 +148,47 @@ void FsFiles::publish(std::span<Publication> items) {
     for (const std::string& path : made)
       note_change(path.substr(0, path.rfind('/')), i);
   }
-  std::vector<FsDurableFolders::Sync> folders;
+  std::vector<Sync> folders;
   folders.reserve(changed.size());
   for (auto& [path, folder] : changed)
     folders.push_back(std::move(folder));
-  folders_.sync(folders);
+  sync(folders);
   bool all_synced = true;
-  for (const FsDurableFolders::Sync& folder : folders) {
+  for (const Sync& folder : folders) {
     if (folder.status.ok()) continue;
     all_synced = false;
     for (const std::size_t i : folder.items) {
       if (items[i].status.ok() && items[i].renamed) {
         discard(paths_.record(items[i].key));
-        folders_.note_unlinked(items[i].key);
+        note_unlinked(items[i].key);
       }
       items[i].status = folder.status;
     }
   }
   if (!all_synced) return;
+  const std::lock_guard lock(known_mutex_);
   for (const Publication& item : items) {
-    if (item.status.ok()) folders_.know(item.key);
+    if (!item.status.ok()) continue;
+    known_.set(shard_of(item.key));
+    known_outer_.set(item.key[0]);
+  }
+}
+
+void FsFiles::sync(std::span<Sync> folders) {
+  crew_.each(folders.size(),
+             [&](std::size_t i) { folders[i].status = layer_.sync_folder(folders[i].path); });
+  for (const Sync& folder : folders) {
+    if (!folder.status.ok() && !is_no_space(folder.status))
+      notes_.add(true, "cannot sync " + describe_file_error(folder.path, folder.status));
   }
 }
 
 void FsFiles::sync_folders(std::span<const std::string> paths) {
-  std::vector<FsDurableFolders::Sync> folders;
+  std::vector<Sync> folders;
   folders.reserve(paths.size());
   for (const std::string& path : paths)
     folders.emplace_back().path = path;
-  folders_.sync(folders);
+  sync(folders);
 }
 
 FsFiles::Read FsFiles::read(LoadItem& item, const SeeFile& see) {
@@ -187,7 +234,7 @@ FsFiles::Read FsFiles::read(LoadItem& item, const SeeFile& see) {
 }
 
 void FsFiles::unlink(std::span<Removal> items, bool durable) {
-  std::map<std::string, FsDurableFolders::Sync> changed;
+  std::map<std::string, Sync> changed;
   for (std::size_t i = 0; i < items.size(); ++i) {
     Removal& item = items[i];
     const std::string path = paths_.record(item.key);
@@ -201,21 +248,46 @@ void FsFiles::unlink(std::span<Removal> items, bool durable) {
       if (!is_not_there(status)) continue;
     }
     item.after = After::kGone;
-    FsDurableFolders::Sync& folder = changed[paths_.folder(item.key)];
+    Sync& folder = changed[paths_.folder(item.key)];
     folder.path = paths_.folder(item.key);
     folder.items.push_back(i);
   }
-  std::vector<FsDurableFolders::Sync> folders;
+  std::vector<Sync> folders;
   folders.reserve(changed.size());
   for (auto& [path, folder] : changed)
     folders.push_back(std::move(folder));
-  if (durable) folders_.sync(folders);
-  for (const FsDurableFolders::Sync& folder : folders) {
+  if (durable) sync(folders);
+  for (const Sync& folder : folders) {
     // If the directory was removed too, there is nothing to sync.
     const bool synced = durable && (folder.status.ok() || is_not_there(folder.status));
-    if (!synced) folders_.note_unlinked(items[folder.items[0]].key);
+    if (!synced) note_unlinked(items[folder.items[0]].key);
     for (const std::size_t i : folder.items)
       items[i].after = synced ? After::kGoneForGood : After::kGone;
+  }
+}
+
+void FsFiles::note_unlinked(const Digest& key) {
+  const std::lock_guard lock(unlinked_mutex_);
+  unlinked_.set(shard_of(key));
+}
+
+void FsFiles::sync_unlinked() {
+  std::vector<Digest> keys;  // one of each directory
+  std::vector<Sync> folders;
+  {
+    const std::lock_guard lock(unlinked_mutex_);
+    for (std::size_t shard = 0; shard < unlinked_.size(); ++shard) {
+      if (!unlinked_[shard]) continue;
+      Digest& key = keys.emplace_back();
+      key[0] = static_cast<unsigned char>(shard >> 8);
+      key[1] = static_cast<unsigned char>(shard & 255);
+      folders.emplace_back().path = paths_.folder(key);
+    }
+    unlinked_.reset();
+  }
+  sync(folders);
+  for (std::size_t i = 0; i < folders.size(); ++i) {
+    if (!folders[i].status.ok() && !is_not_there(folders[i].status)) note_unlinked(keys[i]);
   }
 }
 

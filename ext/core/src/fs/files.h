@@ -4,19 +4,25 @@
 // recency. Thread-safe.
 //
 // Invariant: a record's name appears only when its bytes are on the medium (write_part, then
-// publish), and publish() reports success only when the name is on the medium too.
+// publish), and publish() reports success only when the name is on the medium too. So each
+// directory is known by whether its name was synced in the directory above it, and whether it was
+// synced since a file in it was unlinked. The two mutexes for that are leaves of the lock order.
 #pragma once
 
 #include <atomic>
+#include <bitset>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "base/crew.h"
+#include "files/notes.h"
 #include "files/outcome.h"
-#include "fs/durable_folders.h"
+#include "fs/paths.h"
 #include "kvstrata/connector.h"
 
 namespace kvstrata {
@@ -32,7 +38,7 @@ class FsFiles {
         paths_(paths),
         notes_(notes),
         direct_(direct),
-        folders_(layer, paths, notes, own_threads ? kSyncThreads : 0) {}
+        crew_(own_threads ? kSyncThreads : 0) {}
 
   struct NewPart {
     std::string path;
@@ -83,22 +89,44 @@ class FsFiles {
   void unlink(std::span<Removal> items, bool durable);
 
   // Syncs the directories in which a power cut may bring unlinked files back.
-  void sync_unlinked() { folders_.sync_unlinked(); }
+  void sync_unlinked();
 
   // Unlinks the file that a failed operation has left. If the unlink fails too, it becomes a note;
   // a later start removes parts.
   void discard(const std::string& path);
 
  private:
+  struct Sync {
+    std::string path;
+    std::vector<std::size_t> items;  // whose outcome this sync decides
+    Status status;                   // set by sync()
+  };
+
   Status open_at_best(const std::string& path, FileMode mode, std::unique_ptr<File>* out);
   Status write_file(const NewPart& part);
   Status rename_into_place(const Publication& item, std::vector<std::string>* made);
+  // Makes the two directories of a key, unless they are known to be durable. Appends the paths that
+  // are not known to be durable to `made`; the caller syncs the directories above them. A directory
+  // that existed already is appended too: its server may have died before it synced the name.
+  Status make_folders_of(const Digest& key, std::vector<std::string>* made);
+  // Syncs all the folders and sets their `status`; a failure also becomes a note.
+  void sync(std::span<Sync> folders);
+  // Remembers that a file was unlinked in the directory of this key. Called after the unlink,
+  // because a sync that began before the unlink does not count.
+  void note_unlinked(const Digest& key);
 
   FileLayer& layer_;
   const FsPaths& paths_;
   NoteBook& notes_;
   std::atomic<bool> direct_;
-  FsDurableFolders folders_;
+  Crew crew_;
+
+  // One bit for each directory, by the first one or two bytes of the key.
+  std::mutex known_mutex_;
+  std::bitset<256> known_outer_;
+  std::bitset<65536> known_;
+  std::mutex unlinked_mutex_;
+  std::bitset<65536> unlinked_;
 };
 
 }  // namespace kvstrata
