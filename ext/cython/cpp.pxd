@@ -295,6 +295,8 @@ cdef extern from "pool/changes.h" namespace "kvstrata" nogil:
         void drain() noexcept
 
 cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
+    const size_t kMaxQuotas
+
     cdef cppclass CHold "kvstrata::Hold":
         CHold() noexcept
         cbool is_held() noexcept

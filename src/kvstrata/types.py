@@ -18,7 +18,7 @@ GB = 1 << 30
 """Bytes of one unit in settings and fields named `…_gb`."""
 
 MAX_QUOTAS = 1_024
-"""Tenants that a pool has quotas for, as in ext/core/src/pool/entries.h."""
+"""Tenants that a pool has quotas for: `native.core.MAX_QUOTAS`, for modules that do not load native code."""
 
 NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]")
 """Characters that the name of an instance or a controller may not have."""

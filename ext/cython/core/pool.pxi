@@ -17,6 +17,8 @@ cdef enum:
 
 # Processes that can be attached to a pool at a time.
 MAX_SESSIONS: int = MAX_ROWS - 1
+# Tenants that a pool has quotas for.
+MAX_QUOTAS: int = kMaxQuotas
 
 
 class PoolError(SegmentError):

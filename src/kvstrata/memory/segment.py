@@ -140,7 +140,7 @@ class Segment:
         return segment
 
     def _keep(self) -> bool:
-        """Have the keeper keep the files open for the next server. Returns False without a keeper."""
+        """Have the keeper keep the files open for the next server. Returns False if it does not, or there is none."""
         fds = (self._parts.sessions_lock_fd, self._parts.index_fd, self._parts.extents_fd)
         return hold_pool(self._restarts, [f"/proc/{os.getpid()}/fd/{fd}" for fd in fds])
 
@@ -170,7 +170,7 @@ class Segment:
         )
 
     def hold(self) -> None:
-        """Have the keeper keep the segment, whose files were removed. Raises SegmentError without a keeper."""
+        """Have the keeper keep the segment, whose files were removed. Raises SegmentError if none does."""
         if not self._keep():
             raise SegmentError(
                 f"the files of L1 in {str(self._settings.directory)!r} were removed", field="l1.segment_dir"

@@ -47,6 +47,7 @@ _ENDS_BY_ITSELF = frozenset({"--check", "--help", "--print-envoy", "--version", 
 """With these arguments the command prints something and ends; it is not supervised."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0
 STEADY_S = 60.0
+ANSWER_S = 1.0
 EXIT_CONFIG, EXIT_LATER = 2, 75
 """A start failed: again with the same settings; perhaps not next time."""
 ENDING: frozenset[int] = frozenset({signal.SIGTERM, signal.SIGINT})
@@ -67,6 +68,8 @@ class Restarts(NamedTuple):
     cause: str = ""
     keeper_fd: int = -1
     """Where the child names its pool to the keeper; -1: it has no keeper."""
+    answers_fd: int = -1
+    """Where the keeper answers, once it has opened what the child has named."""
     pool_fds: tuple[int, ...] = ()
     """sessions.lock, index and extents of a pool that the keeper keeps open, for the child to close; or none."""
 
@@ -101,13 +104,15 @@ def hold_pool(restarts: Restarts, paths: Sequence[str]) -> bool:
 
     `paths`: of sessions.lock; or of sessions.lock, index and extents, for the keeper to keep open; or none, and the
     keeper keeps nothing.  Called by the child.  A path below /proc/self does not mean the same file in the keeper.
-    Returns False without a keeper.
+    Returns False without a keeper, or if it has not done so within ANSWER_S.
     """
     if restarts.keeper_fd < 0:
         return False
+    while select.select([restarts.answers_fd], [], [], 0)[0]:  # to earlier calls
+        os.read(restarts.answers_fd, 1)
     os.write(restarts.keeper_fd, b"\0".join(map(os.fsencode, paths)) + b"\0\0")
     os.kill(os.getppid(), _POOL_NAMED)
-    return True
+    return bool(select.select([restarts.answers_fd], [], [], ANSWER_S)[0])
 
 
 def open_standard_descriptors() -> None:
@@ -156,6 +161,7 @@ class _Keeper:
         self._told_to_end = False
         self._named_pools, self._pool_writer = os.pipe()
         os.set_blocking(self._named_pools, False)
+        self._answers, self._answer_writer = os.pipe()
         self._pool_fds: list[int] = []
         """sessions.lock of the pool, or sessions.lock, index and extents."""
 
@@ -193,9 +199,12 @@ class _Keeper:
         die_with_parent(keeper_pid)
         name_process(self._name)
         os.close(self._named_pools)
+        os.close(self._answer_writer)
         if len(self._pool_fds) == 1:
             os.close(self._pool_fds.pop())
-        kept = self._restarts._replace(keeper_fd=self._pool_writer, pool_fds=tuple(self._pool_fds))
+        kept = self._restarts._replace(
+            keeper_fd=self._pool_writer, answers_fd=self._answers, pool_fds=tuple(self._pool_fds)
+        )
         sys.exit(self._serve(self._arguments, kept))
 
     def _wait_for_child(self, waited: frozenset[int]) -> int:
@@ -218,7 +227,7 @@ class _Keeper:
     def _hold_pool(self) -> None:
         """Share a lock on the pool that the child has named, if it has: anybody of our user may send the signal."""
         opened: list[int] = []
-        same = 0
+        same, held = 0, True
         try:
             *_, named, _ = [b"", *os.read(self._named_pools, 1 << 16).split(b"\0\0")]
             paths = named.split(b"\0") if named else []
@@ -230,10 +239,12 @@ class _Keeper:
             if opened and not same:
                 fcntl.lockf(opened[0], fcntl.LOCK_SH | fcntl.LOCK_NB, 1, POOL_BYTE)
         except OSError:  # the child and its pool are gone again
-            self._pool_fds, opened, same = opened, self._pool_fds, 0
+            self._pool_fds, opened, same, held = opened, self._pool_fds, 0, False
         for fd in self._pool_fds[same:]:
             os.close(fd)
         self._pool_fds = self._pool_fds[:same] + opened
+        if held:
+            os.write(self._answer_writer, b".")
 
     def _reap(self) -> int | None:
         """Reap all processes that have ended; returns the child's wait status if it is among them."""

@@ -257,7 +257,7 @@ class OwnFiles:
                 self._attach.listen(path)
                 self._say("socket_made_anew", path=path, note="it was removed")
             if self._segment.files_are_gone():
-                self._segment.hold()
+                await asyncio.to_thread(self._segment.hold)
                 note = "its files were removed; the keeper keeps it for the next server that it starts"
                 self._say("l1_held", note=note)
         except (OSError, KvstrataError) as error:

@@ -220,6 +220,7 @@ def test_what_is_removed_is_made_anew_and_the_next_server_still_adopts_l1(tmp_pa
             shutil.rmtree(server.socket_dir)
             shutil.rmtree(server.segment_dir)
             eventually("L1 is held", lambda: " l1_held " in server.log.read_text())
+            assert "extents" in "".join(open_files(server.pid)), "the keeper has it when that is said"
             said = server.log.read_text()
             assert " socket_dir_made_anew " in said and said.count(" socket_made_anew ") == 1
             with RpcClient(server.socket_dir) as after:
@@ -229,7 +230,6 @@ def test_what_is_removed_is_made_anew_and_the_next_server_still_adopts_l1(tmp_pa
             assert held.n_chunks == 2, "a connection from before goes on"
             before.release([(before.session, held.seq)])
             eventually("the token is found", lambda: find_token(server.url) == token)
-            eventually("the keeper has it", lambda: "extents" in "".join(open_files(server.pid)))
         send(server.ready["pid"], signal.SIGKILL)
         eventually("the next server", lambda: server.log.read_text().count(" ready ") == 2)
         assert " adopted=True " in server.log.read_text().rpartition(" ready ")[2]

@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from kvstrata import types
+from kvstrata.native import core
 from kvstrata.native.core import ExtentsMap, IndexReader, Pool, PoolError, PoolFormatError
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.types import unpack_extents
@@ -20,6 +22,10 @@ from tests.harness.validation import validate
 from tests.unit.native import pool_churn
 
 # arguments
+
+
+def test_modules_without_native_code_know_how_many_quotas_a_pool_has() -> None:
+    assert types.MAX_QUOTAS == core.MAX_QUOTAS
 
 
 def test_a_batch_that_is_no_list_of_keys_is_refused(files: Files) -> None:
