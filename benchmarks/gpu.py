@@ -31,6 +31,7 @@ import mmap
 import os
 import random
 import secrets
+import select
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -252,10 +253,13 @@ class Copies:
 
     def finish(self, *jobs: int) -> None:
         """Wait for these jobs. Raises RuntimeError unless every record is good."""
-        for job in jobs:
-            if not self.engine.wait(job, WAIT_S):
+        left, outcomes = set(jobs), set()
+        while left:
+            if not select.select([self.engine.event_fd], [], [], WAIT_S)[0]:
                 raise RuntimeError(f"a copy did not end within {WAIT_S:.0f} s")
-        outcomes = {outcome for _, found in self.engine.completions() for outcome in found}
+            for job, found in self.engine.completions():
+                left.remove(job)
+                outcomes.update(found)
         if outcomes != {CopyOutcome.OK}:
             raise RuntimeError(f"copies ended as {sorted(outcomes)}: {self.engine.failed}")
 

@@ -139,34 +139,27 @@ void CudaCopyEngine::completions(std::vector<CopyCompletion>* out) {
   for (const std::shared_ptr<Job>& job : ended) {
     CopyCompletion& completion = out->emplace_back(CopyCompletion{job->id, {}});
     for (const Progress& progress : job->progress)
-      completion.results.push_back(progress.result);
+      completion.outcomes.push_back(progress.outcome);
   }
 }
 
 Status CudaCopyEngine::run(CopyKind kind, CudaPlan plan, std::vector<CopyItem> items,
-                           std::vector<CopyResult>* results) {
+                           std::vector<CopyOutcome>* outcomes) {
   std::shared_ptr<Job> job;
   KVSTRATA_RETURN_IF_ERROR(start(0, false, kind, std::move(plan), std::move(items), &job));
   {
     Lock lock(mutex_);
     progress_.wait(lock, [&] { return job->done; });
   }
-  results->clear();
+  outcomes->clear();
   for (const Progress& progress : job->progress)
-    results->push_back(progress.result);
+    outcomes->push_back(progress.outcome);
   return Status();
-}
-
-bool CudaCopyEngine::wait(std::uint64_t job_id, std::chrono::nanoseconds timeout) {
-  const auto deadline = deadline_after(timeout);
-  Lock lock(mutex_);
-  const std::shared_ptr<Job> job = ledger_.find(job_id);
-  return job == nullptr || progress_.wait_until(lock, deadline, [&] { return job->done; });
 }
 
 Failure CudaCopyEngine::await_section(std::uint64_t job_id, std::size_t section, Stream stream,
                                       std::chrono::nanoseconds timeout, bool* queued) {
-  const auto deadline = deadline_after(timeout);
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
   std::shared_ptr<Moment> moment;
   {
     Lock lock(mutex_);
@@ -202,11 +195,6 @@ bool CudaCopyEngine::cancel(std::uint64_t job_id) {
   const Lock lock(mutex_);
   const std::shared_ptr<Job> job = ledger_.find(job_id);
   return job != nullptr && cancel_rest(direction_of(job->kind), job, CopyOutcome::kCancelled);
-}
-
-void CudaCopyEngine::drain() {
-  Lock lock(mutex_);
-  progress_.wait(lock, [this] { return ledger_.idle(); });
 }
 
 void CudaCopyEngine::close() {

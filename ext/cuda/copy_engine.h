@@ -70,7 +70,7 @@ struct EngineOptions {
 struct Progress {
   // Guarded by the copy engine's mutex.
   std::size_t parts_left = 0;  // units of checksums, and parts of the device's copies
-  CopyResult result;
+  CopyOutcome outcome = CopyOutcome::kOk;
   bool device_failed = false;
   // A gather fills the section table; a scatter compares with the CRCs of the record's table.
   std::vector<Section> sections;
@@ -159,10 +159,8 @@ class CudaCopyEngine {
   }
   void completions(std::vector<CopyCompletion>* out);
   Status run(CopyKind kind, CudaPlan plan, std::vector<CopyItem> items,
-             std::vector<CopyResult>* results);
-  bool wait(std::uint64_t job_id, std::chrono::nanoseconds timeout);
+             std::vector<CopyOutcome>* outcomes);
   bool cancel(std::uint64_t job_id);
-  void drain();
   void close();
 
   // The way that copies take: dma if the options name the kernel and the device has none.
@@ -174,8 +172,8 @@ class CudaCopyEngine {
   Failure moment(Stream stream, std::shared_ptr<Moment>* out);
   // Waits until the copies of that section (of all sections, unless the job is a layerwise scatter)
   // of all items of the job are queued, then makes `stream` wait for them. `*queued` is false if
-  // the timeout passed, or the job was cancelled or met an error of CUDA; it is true at once for a
-  // job whose completion was read.
+  // the timeout (a year at most) passed, or the job was cancelled or met an error of CUDA; it is
+  // true at once for a job whose completion was read.
   Failure await_section(std::uint64_t job_id, std::size_t section, Stream stream,
                         std::chrono::nanoseconds timeout, bool* queued);
 

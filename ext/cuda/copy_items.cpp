@@ -36,7 +36,7 @@ void CudaCopyEngine::finish(const std::shared_ptr<Job>& job) {
 
 void CudaCopyEngine::end_item(const std::shared_ptr<Job>& job, std::size_t item) {
   Progress& progress = job->progress[item];
-  if (progress.device_failed) progress.result = CopyResult{CopyOutcome::kFailed, -1};
+  if (progress.device_failed) progress.outcome = CopyOutcome::kFailed;
   if (--job->items_left == 0) finish(job);
 }
 
@@ -47,7 +47,7 @@ bool CudaCopyEngine::cancel_rest(Direction& direction, const std::shared_ptr<Job
   job->lost = true;
   const std::size_t end = std::exchange(job->end_item, job->next_item);
   for (std::size_t i = job->next_item; i < end; ++i) {
-    job->progress[i].result = CopyResult{outcome, -1};
+    job->progress[i].outcome = outcome;
     end_item(job, i);
   }
   progress_.notify_all();
@@ -107,7 +107,7 @@ void CudaCopyEngine::begin(Direction& direction, const std::shared_ptr<Job>& job
           check_record_for_scatter(plan, item.blocks.size(), item.record, item.length, item.spec, 0,
                                    count, progress.expected.data());
       if (!status.ok()) {
-        progress.result = CopyResult{copy_outcome(status), -1};
+        progress.outcome = copy_outcome(status);
         bad.push_back(i);
         continue;
       }
@@ -307,25 +307,21 @@ void CudaCopyEngine::compute(const Unit& unit) {
   }
   if (s == unit.end) return;
   const Lock lock(mutex_);
-  CopyResult& result = progress.result;
-  const auto section = static_cast<std::int32_t>(s);
-  if (result.outcome == CopyOutcome::kOk || section < result.section) {
-    const bool gather = job.kind == CopyKind::kGather;
-    result = CopyResult{gather ? CopyOutcome::kFailed : CopyOutcome::kCorrupt, section};
-  }
+  const bool gather = job.kind == CopyKind::kGather;
+  progress.outcome = gather ? CopyOutcome::kFailed : CopyOutcome::kCorrupt;
 }
 
 void CudaCopyEngine::end_part(Lock& lock, const std::shared_ptr<Job>& job, std::size_t item) {
   Progress& progress = job->progress[item];
   if (--progress.parts_left != 0) return;
   if (job->kind == CopyKind::kGather && !progress.device_failed &&
-      progress.result.outcome == CopyOutcome::kOk) {
+      progress.outcome == CopyOutcome::kOk) {
     const CopyItem& what = job->items[item];
     lock.unlock();
     const Status status = write_record_header(what.record, what.length, what.spec,
                                               progress.sections.data(), progress.sections.size());
     lock.lock();
-    if (!status.ok()) progress.result = CopyResult{CopyOutcome::kFailed, -1};
+    if (!status.ok()) progress.outcome = CopyOutcome::kFailed;
   }
   end_item(job, item);
 }

@@ -11,12 +11,17 @@ from libcpp.utility cimport move
 
 from arguments cimport whole
 from cpp cimport *
-from kvstrata.native.core cimport CALL, ITEMS, LONGEST_WAIT_S, CopyPlan, codes_of, kind_of, raise_for, set_items
+from kvstrata.native.core cimport CALL, ITEMS, CopyPlan, codes_of, kind_of, raise_for, set_items
 
 from pathlib import Path
 from typing import NamedTuple
 
 from kvstrata.errors import MediumError
+
+
+cdef extern from "<chrono>" namespace "std::chrono" nogil:
+    cdef cppclass nanoseconds:
+        nanoseconds(int64_t count)
 
 
 cdef extern from "driver.h" namespace "kvstrata::cuda" nogil:
@@ -56,7 +61,6 @@ cdef extern from "device.h" namespace "kvstrata::cuda" nogil:
     cdef cppclass Device:
         @staticmethod
         Failure open(int ordinal, const string& image, const string& reason, shared_ptr[Device]* out) except +
-        int ordinal()
 
     cdef cppclass CMoment "kvstrata::cuda::Moment":
         Device& device()
@@ -66,9 +70,6 @@ cdef extern from "device.h" namespace "kvstrata::cuda" nogil:
         Failure create(
             shared_ptr[Device] device, uint64_t address, uint64_t length, shared_ptr[CHostRegion]* out
         ) except +
-        uint64_t address()
-        uint64_t length()
-        cbool registered()
         Failure unregister() except +
 
 
@@ -107,10 +108,8 @@ cdef extern from "copy_engine.h" namespace "kvstrata::cuda" nogil:
         int event_fd()
         Status submit(uint64_t job_id, CopyKind kind, CudaPlan plan, vector[CopyItem] items) except +
         void completions(vector[CopyCompletion]* out) except +
-        Status run(CopyKind kind, CudaPlan plan, vector[CopyItem] items, vector[CopyResult]* results) except +
-        cbool wait(uint64_t job_id, nanoseconds timeout) except +
+        Status run(CopyKind kind, CudaPlan plan, vector[CopyItem] items, vector[CCopyOutcome]* outcomes) except +
         cbool cancel(uint64_t job_id) except +
-        void drain() except +
         void close() except +
         Way way()
         const string& reason()
@@ -168,6 +167,7 @@ class DeviceFacts(NamedTuple):
 
 
 WAYS = ("dma", "kernel")
+LONGEST_WAIT_S = 31_536_000.0
 FATBIN = Path(__file__).with_name("kvstrata_cuda.fatbin")
 NO_FATBIN = "the kernels were left out when kvstrata was built: there was no nvcc (docs/gpu.md)"
 
@@ -271,18 +271,6 @@ cdef class HostRegion:
         with nogil:
             self.region.reset()
 
-    @property
-    def address(self) -> int:
-        return self.region.get().address()
-
-    @property
-    def length(self) -> int:
-        return self.region.get().length()
-
-    @property
-    def registered(self) -> bool:
-        return bool(self.region.get().registered())
-
     def unregister(self) -> None:
         """Idempotent. REQUIRES: no copy from or to the region is under way."""
         cdef Failure failure
@@ -345,16 +333,8 @@ cdef class CudaCopyPlan:
         return other
 
     @property
-    def device(self) -> int:
-        return self.plan.device.get().ordinal()
-
-    @property
     def section_count(self) -> int:
         return self.host_plan.section_count
-
-    @property
-    def num_blocks(self) -> int:
-        return self.host_plan.num_blocks
 
     def section_bytes(self, section: int, n_blocks: int) -> int:
         self.host_plan.section_bytes(section, n_blocks)  # checks both
@@ -520,7 +500,7 @@ cdef class CudaCopyEngine:
         cdef vector[CopyCompletion] done
         with nogil:
             self.native.get().completions(&done)
-        return [(done[i].job_id, codes_of(done[i].results)) for i in range(done.size())]
+        return [(done[i].job_id, codes_of(done[i].outcomes)) for i in range(done.size())]
 
     def run(
         self, kind: Literal["gather", "scatter"], CudaCopyPlan plan not None,
@@ -529,21 +509,13 @@ cdef class CudaCopyEngine:
         """Does a job after those that are queued, and waits for its end."""
         cdef CopyKind which = kind_of(kind)
         cdef vector[CopyItem] list_of
-        cdef vector[CopyResult] results
+        cdef vector[CCopyOutcome] outcomes
         cdef Status status
         set_items(list_of, which, items)
         with nogil:
-            status = self.native.get().run(which, plan.plan, move(list_of), &results)
+            status = self.native.get().run(which, plan.plan, move(list_of), &outcomes)
         raise_for(status, ITEMS)
-        return codes_of(results)
-
-    def wait(self, job_id: int, timeout_s: float) -> bool:
-        cdef uint64_t number = whole(job_id, "job_id")
-        cdef double seconds = min(max(<double>timeout_s, 0.0), LONGEST_WAIT_S)
-        cdef bint done
-        with nogil:
-            done = self.native.get().wait(number, nanoseconds(<int64_t>(seconds * 1e9)))
-        return done
+        return codes_of(outcomes)
 
     def cancel(self, job_id: int) -> bool:
         cdef uint64_t number = whole(job_id, "job_id")
@@ -551,10 +523,6 @@ cdef class CudaCopyEngine:
         with nogil:
             cancelled = self.native.get().cancel(number)
         return cancelled
-
-    def drain(self) -> None:
-        with nogil:
-            self.native.get().drain()
 
     def close(self) -> None:
         with nogil:

@@ -146,11 +146,6 @@ cdef extern from "copy/copy.h" namespace "kvstrata" nogil:
         Status record_bytes(uint64_t n_blocks, uint64_t* out)
 
 
-cdef extern from "<chrono>" namespace "std::chrono" nogil:
-    cdef cppclass nanoseconds:
-        nanoseconds(int64_t count)
-
-
 cdef extern from "copy/engine.h" namespace "kvstrata" nogil:
     enum class CopyKind(unsigned char):
         kGather
@@ -162,12 +157,9 @@ cdef extern from "copy/engine.h" namespace "kvstrata" nogil:
         void* record
         uint64_t length
         CRecordSpec spec
-    struct CopyResult:
-        CCopyOutcome outcome
-        int32_t section
     cdef cppclass CopyCompletion:
         uint64_t job_id
-        vector[CopyResult] results
+        vector[CCopyOutcome] outcomes
     cdef cppclass CCopyEngine "kvstrata::CopyEngine":
         @staticmethod
         Status create(int threads, size_t queue, shared_ptr[CCopyEngine]* out)
@@ -176,10 +168,8 @@ cdef extern from "copy/engine.h" namespace "kvstrata" nogil:
                       vector[CopyItem] items)
         void completions(vector[CopyCompletion]* out)
         Status run(CopyKind kind, shared_ptr[const CCopyPlan] plan, vector[CopyItem] items,
-                   vector[CopyResult]* results)
-        cbool wait(uint64_t job_id, nanoseconds timeout)
+                   vector[CCopyOutcome]* outcomes)
         cbool cancel(uint64_t job_id)
-        void drain()
         void close()
     CCopyOutcome copy_outcome(const Status& status)
 

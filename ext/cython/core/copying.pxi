@@ -7,7 +7,6 @@
 
 # For fewer bytes, giving up the GIL costs more than the work.
 cdef size_t SHORT_BYTES = 16384
-LONGEST_WAIT_S = 31_536_000.0
 
 
 cdef int set_blocks(vector[uint32_t]& blocks, object ids, bint may_skip) except -1:
@@ -145,10 +144,10 @@ cdef int set_items(vector[CopyItem]& out, CopyKind kind, object items) except -1
     return 0
 
 
-cdef list codes_of(const vector[CopyResult]& results):
+cdef list codes_of(const vector[CCopyOutcome]& outcomes):
     cdef list codes = []
-    for i in range(results.size()):
-        codes.append(<int>results[i].outcome)
+    for i in range(outcomes.size()):
+        codes.append(<int>outcomes[i])
     return codes
 
 
@@ -203,7 +202,7 @@ cdef class CopyEngine:
         cdef vector[CopyCompletion] done
         with nogil:
             self.engine.get().completions(&done)
-        return [(done[i].job_id, codes_of(done[i].results)) for i in range(done.size())]
+        return [(done[i].job_id, codes_of(done[i].outcomes)) for i in range(done.size())]
 
     def run(
         self, kind: Literal["gather", "scatter"], CopyPlan plan not None,
@@ -212,22 +211,13 @@ cdef class CopyEngine:
         """Does a job now, before all queued ones, on this thread and idle copy threads. Raises as `submit`."""
         cdef CopyKind which = kind_of(kind)
         cdef vector[CopyItem] list_of
-        cdef vector[CopyResult] results
+        cdef vector[CCopyOutcome] outcomes
         cdef Status status
         set_items(list_of, which, items)
         with nogil:
-            status = self.engine.get().run(which, plan.plan, move(list_of), &results)
+            status = self.engine.get().run(which, plan.plan, move(list_of), &outcomes)
         raise_for(status, ITEMS)
-        return codes_of(results)
-
-    def wait(self, job_id: int, timeout_s: float) -> bool:
-        """Waits for the end of a job. True also if its completion was already read; False after the timeout."""
-        cdef uint64_t number = whole(job_id, "job_id")
-        cdef double seconds = min(max(<double>timeout_s, 0.0), LONGEST_WAIT_S)
-        cdef bint done
-        with nogil:
-            done = self.engine.get().wait(number, nanoseconds(<int64_t>(seconds * 1e9)))
-        return done
+        return codes_of(outcomes)
 
     def cancel(self, job_id: int) -> bool:
         """Cancels the items that have not begun (their outcome is CANCELLED); the others are copied to their end.
@@ -239,11 +229,6 @@ cdef class CopyEngine:
         with nogil:
             cancelled = self.engine.get().cancel(number)
         return cancelled
-
-    def drain(self) -> None:
-        """Waits until all submitted jobs have ended."""
-        with nogil:
-            self.engine.get().drain()
 
     def close(self) -> None:
         """Cancels the items that have not begun, waits for the others, ends the threads. Completions stay readable."""

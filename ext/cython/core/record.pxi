@@ -31,12 +31,10 @@ class CopyOutcome(enum.IntEnum):
     # A sound record that this call cannot use: it has another shape than the plan or another format version, or is
     # encoded.
     MISMATCH = 3
-    # Its CRCs are pending, so it cannot be checked.
-    UNVERIFIED = 4
     # The copy never began.
-    CANCELLED = 5
+    CANCELLED = 4
     # Out of memory; for a copy by a GPU also the failures that `cuda.CudaCopyEngine` lists.
-    FAILED = 6
+    FAILED = 5
 
 
 class RecordError(MediumError):

@@ -29,7 +29,7 @@ enum class StatusCode : std::uint16_t {
   kExists = 4,         // the named thing exists already
   kNoSpace = 5,        // memory or file space is used up
   kQueueFull = 6,      // a bounded queue is full: try again after reading completions
-  kBusy = 7,           // another process or thread uses it, or its writer has not finished
+  kBusy = 7,           // another process or thread uses it
   kClosed = 8,         // the object was closed
   kCancelled = 9,      // cancelled before it began
   kTimedOut = 10,      // the wait ended; the operation continues

@@ -172,7 +172,6 @@ class CopyPlan {
 // end).
 //   kStale         the headers are sound, but the key or the identity is another one
 //   kIncompatible  another format version, an encoded payload, or other sections than the plan's
-//   kBusy          the CRCs are pending
 //   kCorrupt       the headers are damaged
 // REQUIRES: plan.payload_bytes(n_blocks) is ok; begin <= end <= plan.section_count(); `length`,
 // that of the extent, is enough for the plan's record.

@@ -94,13 +94,13 @@ void CopyEngine::completions(std::vector<CopyCompletion>* out) noexcept {
   const Lock lock(mutex_);
   out->clear();
   for (const std::shared_ptr<CopyJob>& job : ledger_.ended()) {
-    out->push_back(CopyCompletion{job->id, job->take_results()});
+    out->push_back(CopyCompletion{job->id, job->take_outcomes()});
   }
   ledger_.forget_ended();
 }
 
 Status CopyEngine::run(CopyKind kind, std::shared_ptr<const CopyPlan> plan,
-                       std::vector<CopyItem> items, std::vector<CopyResult>* results) noexcept {
+                       std::vector<CopyItem> items, std::vector<CopyOutcome>* outcomes) noexcept {
   std::shared_ptr<CopyJob> job;
   KVSTRATA_RETURN_IF_ERROR(CopyJob::create(kind, std::move(plan), std::move(items), &job));
   Lock lock(mutex_);
@@ -129,15 +129,8 @@ Status CopyEngine::run(CopyKind kind, std::shared_ptr<const CopyPlan> plan,
   } else {
     done_.wait(lock, [&] { return job->done; });
   }
-  *results = job->take_results();
+  *outcomes = job->take_outcomes();
   return Status();
-}
-
-bool CopyEngine::wait(std::uint64_t job_id, std::chrono::nanoseconds timeout) noexcept {
-  const auto deadline = deadline_after(timeout);
-  Lock lock(mutex_);
-  const std::shared_ptr<CopyJob> job = ledger_.find(job_id);
-  return job == nullptr || done_.wait_until(lock, deadline, [&] { return job->done; });
 }
 
 bool CopyEngine::cancel_rest(const std::shared_ptr<CopyJob>& job) noexcept {
@@ -155,11 +148,6 @@ bool CopyEngine::cancel(std::uint64_t job_id) noexcept {
   const Lock lock(mutex_);
   const std::shared_ptr<CopyJob> job = ledger_.find(job_id);
   return job != nullptr && cancel_rest(job);
-}
-
-void CopyEngine::drain() noexcept {
-  Lock lock(mutex_);
-  done_.wait(lock, [this] { return ledger_.idle(); });
 }
 
 void CopyEngine::close() noexcept {

@@ -25,7 +25,6 @@
 
 #include <unistd.h>
 
-#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -43,7 +42,7 @@ namespace kvstrata {
 
 struct CopyCompletion {
   std::uint64_t job_id;
-  std::vector<CopyResult> results;
+  std::vector<CopyOutcome> outcomes;  // one for each item
 };
 
 class CopyEngine {
@@ -75,20 +74,12 @@ class CopyEngine {
   // Runs a job before all queued jobs and waits for it; the calling thread and idle copy threads
   // share its units. Fails with the errors of submit(), but never with kQueueFull or kExists.
   Status run(CopyKind kind, std::shared_ptr<const CopyPlan> plan, std::vector<CopyItem> items,
-             std::vector<CopyResult>* results) noexcept;
-
-  // Waits until the job is done. Also returns true for a job whose completion was already read, and
-  // for an unknown id, because ids are not remembered. False: the timeout passed; the job
-  // continues.
-  bool wait(std::uint64_t job_id, std::chrono::nanoseconds timeout) noexcept;
+             std::vector<CopyOutcome>* outcomes) noexcept;
 
   // Cancels the items that have not begun: they end as kCancelled. Items that have begun are copied
   // to their end. The job still ends in a completion, at once if no item had begun. Returns true if
   // any item was cancelled.
   bool cancel(std::uint64_t job_id) noexcept;
-
-  // Waits until all submitted jobs are done.
-  void drain() noexcept;
 
   // Refuses new jobs, cancels items that have not begun, waits for the others and joins the
   // threads. Completions can still be read. Idempotent. Does nothing in a forked child.

@@ -11,8 +11,6 @@ CopyOutcome copy_outcome(const Status& status) noexcept {
       return CopyOutcome::kStale;
     case StatusCode::kIncompatible:
       return CopyOutcome::kMismatch;
-    case StatusCode::kBusy:
-      return CopyOutcome::kUnverified;
     default:  // kCorrupt, and kOutOfRange: the record is longer than its extent
       return CopyOutcome::kCorrupt;
   }

@@ -22,12 +22,11 @@ enum class CopyKind : std::uint8_t { kGather = 0, kScatter = 1 };
 // The outcome of one item. The numeric values are part of the binding.
 enum class CopyOutcome : std::uint8_t {
   kOk = 0,
-  kStale = 1,       // the record belongs to another chunk or identity; no block was touched
-  kCorrupt = 2,     // the headers or a section do not match their CRC
-  kMismatch = 3,    // a sound record that does not fit the plan: other shape, version or encoding
-  kUnverified = 4,  // the record's CRCs are pending, so it cannot be checked
-  kCancelled = 5,   // nothing was copied
-  kFailed = 6,      // on a GPU: a CUDA error, or numbers that cannot be rounded
+  kStale = 1,      // the record belongs to another chunk or identity; no block was touched
+  kCorrupt = 2,    // the headers or a section do not match their CRC
+  kMismatch = 3,   // a sound record that does not fit the plan: other shape, version or encoding
+  kCancelled = 4,  // nothing was copied
+  kFailed = 5,     // on a GPU: a CUDA error, or numbers that cannot be rounded
 };
 
 // The outcome that a Status of check_record_for_scatter or verify_record stands for.
@@ -38,11 +37,6 @@ struct CopyItem {
   void* record = nullptr;    // the extent, which belongs to the caller
   std::uint64_t length = 0;  // of the extent
   RecordSpec spec;           // gather: for the header; scatter: only the expected key and identity
-};
-
-struct CopyResult {
-  CopyOutcome outcome = CopyOutcome::kOk;
-  std::int32_t section = -1;  // the first corrupt section, or -1
 };
 
 // Checks the items of a job: there are between 1 and kMaxCopyItems, and each fits the plan.

@@ -6,16 +6,6 @@
 
 namespace kvstrata {
 
-void CopyJob::note(std::atomic<std::uint64_t>& bad, CopyOutcome outcome,
-                   std::int64_t section) noexcept {
-  const std::uint64_t mine =
-      (static_cast<std::uint64_t>(section + 1) << 8) | static_cast<std::uint64_t>(outcome);
-  std::uint64_t seen = bad.load(std::memory_order_relaxed);
-  while ((seen == 0 || mine < seen) &&
-         !bad.compare_exchange_weak(seen, mine, std::memory_order_relaxed)) {
-  }
-}
-
 Status CopyJob::create(CopyKind kind, std::shared_ptr<const CopyPlan> plan,
                        std::vector<CopyItem> items, std::shared_ptr<CopyJob>* out) noexcept {
   KVSTRATA_RETURN_IF_ERROR(check_items(kind, *plan, items));
@@ -31,7 +21,7 @@ Status CopyJob::create(CopyKind kind, std::shared_ptr<const CopyPlan> plan,
     job->unit_begins_.push_back(unit_end(*plan, most_blocks, job->unit_begins_.back()));
   }
   job->progress_ = std::make_unique<Progress[]>(items.size());
-  job->results_.resize(items.size());
+  job->outcomes_.resize(items.size(), CopyOutcome::kOk);
   for (std::size_t i = 0; i < items.size(); ++i) {
     job->progress_[i].units_left.store(static_cast<std::uint32_t>(job->units_per_item()),
                                        std::memory_order_relaxed);
@@ -71,36 +61,29 @@ void CopyJob::execute(const Unit& unit) noexcept {
       const std::size_t s = unit.begin + i;
       progress.sections[s] = Section{0, plan.section_bytes(s, item.blocks.size()), crcs[i]};
     }
-  } else if (progress.bad.load(std::memory_order_relaxed) == 0) {
+  } else if (progress.outcome.load(std::memory_order_relaxed) == CopyOutcome::kOk) {
     std::uint32_t* const expected = crcs.get() + count;
     const Status status =
         check_record_for_scatter(plan, item.blocks.size(), item.record, item.length, item.spec,
                                  unit.begin, unit.end, expected);
-    if (!status.ok()) {
-      note(progress.bad, copy_outcome(status), -1);
-    } else {
+    CopyOutcome outcome = copy_outcome(status);
+    if (status.ok()) {
       plan.scatter(item.blocks, payload, unit.begin, unit.end, crcs.get());
-      for (std::size_t i = 0; i < count; ++i) {
-        if (crcs[i] != expected[i]) {
-          note(progress.bad, CopyOutcome::kCorrupt, static_cast<std::int64_t>(unit.begin + i));
-          break;
-        }
-      }
+      if (!std::equal(crcs.get(), expected, expected)) outcome = CopyOutcome::kCorrupt;
     }
+    CopyOutcome none = CopyOutcome::kOk;
+    progress.outcome.compare_exchange_strong(none, outcome, std::memory_order_relaxed);
   }
 
   if (progress.units_left.fetch_sub(1, std::memory_order_acq_rel) != 1) {
     return;
   }
-  CopyResult& result = results_[unit.item];
-  const std::uint64_t bad = progress.bad.load(std::memory_order_relaxed);
-  if (bad != 0) {
-    result.outcome = static_cast<CopyOutcome>(bad & 0xff);
-    result.section = static_cast<std::int32_t>(bad >> 8) - 1;
-  } else if (kind_ == CopyKind::kGather) {
+  CopyOutcome& outcome = outcomes_[unit.item];
+  outcome = progress.outcome.load(std::memory_order_relaxed);
+  if (kind_ == CopyKind::kGather) {
     const Status status = write_record_header(item.record, item.length, item.spec,
                                               progress.sections.data(), progress.sections.size());
-    result.outcome = status.ok() ? CopyOutcome::kOk : CopyOutcome::kFailed;
+    if (!status.ok()) outcome = CopyOutcome::kFailed;
   }
 }
 
@@ -110,9 +93,8 @@ bool CopyJob::cancel_rest() noexcept {
   if (begun == items) {
     return false;
   }
-  std::fill(results_.begin() + static_cast<std::ptrdiff_t>(begun),
-            results_.begin() + static_cast<std::ptrdiff_t>(items),
-            CopyResult{CopyOutcome::kCancelled, -1});
+  std::fill(outcomes_.begin() + static_cast<std::ptrdiff_t>(begun),
+            outcomes_.begin() + static_cast<std::ptrdiff_t>(items), CopyOutcome::kCancelled);
   units_left_ -= (items - begun) * units_per_item();
   end_unit_ = begun * units_per_item();
   return true;

@@ -54,26 +54,23 @@ class CopyJob {
   bool cancel_rest() noexcept;
 
   // REQUIRES: all_ended(); called once.
-  [[nodiscard]] std::vector<CopyResult> take_results() noexcept { return std::move(results_); }
+  [[nodiscard]] std::vector<CopyOutcome> take_outcomes() noexcept { return std::move(outcomes_); }
 
  private:
   // The state of one item while its units run.
   struct Progress {
     std::atomic<std::uint32_t> units_left{0};
-    // 0, or the first failure as (section + 1) << 8 | outcome; the smallest section wins.
-    std::atomic<std::uint64_t> bad{0};
+    std::atomic<CopyOutcome> outcome{CopyOutcome::kOk};  // the first failure that a unit met
     std::vector<Section> sections;  // gather: the section table, filled by the units
   };
 
   [[nodiscard]] std::size_t units_per_item() const noexcept { return unit_begins_.size() - 1; }
-  static void note(std::atomic<std::uint64_t>& bad, CopyOutcome outcome,
-                   std::int64_t section) noexcept;
 
   CopyKind kind_ = CopyKind::kGather;
   std::shared_ptr<const CopyPlan> plan_;
   std::vector<CopyItem> items_;
   std::unique_ptr<Progress[]> progress_;
-  std::vector<CopyResult> results_;
+  std::vector<CopyOutcome> outcomes_;
   std::vector<std::size_t> unit_begins_;  // first section of each unit of an item, then the end
   std::size_t next_unit_ = 0;
   std::size_t end_unit_ = 0;

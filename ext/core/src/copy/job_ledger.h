@@ -15,7 +15,6 @@
 // lock.
 #pragma once
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -26,14 +25,6 @@
 #include "base/status.h"
 
 namespace kvstrata {
-
-// The deadline of a wait that begins now, at most a year away, so that it stays in the clock's
-// range.
-inline std::chrono::steady_clock::time_point deadline_after(
-    std::chrono::nanoseconds timeout) noexcept {
-  constexpr std::chrono::nanoseconds kLongest = std::chrono::hours(24 * 365);
-  return std::chrono::steady_clock::now() + (timeout < kLongest ? timeout : kLongest);
-}
 
 // A `Job` has an `id`, a flag `reported` (true if its end goes to ended()), and a flag `done`,
 // which end() sets.

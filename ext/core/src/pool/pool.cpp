@@ -25,8 +25,7 @@ std::uint32_t promised_bytes(const std::uint8_t* record, std::uint64_t length, c
   RecordHeader header;
   if (!read_record_header(record, length, &header).ok()) return 0;
   const bool is_promised = Key::load(header.spec.key.data()) == key &&
-                           Key::load(header.spec.identity.data()) == identity && header.plain() &&
-                           !header.crc_pending();
+                           Key::load(header.spec.identity.data()) == identity && header.plain();
   return is_promised ? static_cast<std::uint32_t>(header.record_bytes()) : 0;
 }
 

@@ -134,7 +134,7 @@ Status check_agreement(const Headers& h) noexcept {
     return Status(StatusCode::kIncompatible, "inner.version: written by another format version",
                   inner.version, kRecordVersion, -1);
   }
-  if ((inner.flags & ~kRecordCrcPending) != 0) {
+  if (inner.flags != 0) {
     return Status(StatusCode::kIncompatible, "inner.flags: unknown flag", inner.flags, 0, -1);
   }
   if (!all_zero(inner.reserved)) {
@@ -360,18 +360,6 @@ Digest parent_of_record(const void* record, std::uint64_t length) noexcept {
   return headers.inner.parent_key;
 }
 
-Status read_outer_header(const void* record, Digest* key, std::uint64_t* record_bytes) noexcept {
-  static_assert(sizeof(OuterHeader) == kOuterHeaderBytes);
-  OuterHeader outer;
-  std::memcpy(&outer, record, sizeof(outer));
-  KVSTRATA_RETURN_IF_ERROR(check_outer(outer));
-  if (outer.stored_bytes > UINT64_MAX - outer.header_bytes)
-    return corrupt("outer.stored_bytes: too large for any record", outer.stored_bytes);
-  *key = outer.key;
-  *record_bytes = outer.header_bytes + outer.stored_bytes;
-  return Status();
-}
-
 Status read_record_header(const void* record, std::uint64_t length, RecordHeader* header,
                           Section* sections, std::size_t capacity) noexcept {
   if (length < sizeof(Headers)) {
@@ -403,7 +391,6 @@ Status read_record_header(const void* record, std::uint64_t length, RecordHeader
   header->stored_bytes = h.outer.stored_bytes;
   header->stored_crc = h.outer.stored_crc;
   header->section_count = h.inner.section_count;
-  header->flags = h.inner.flags;
   header->codecs = h.outer.codecs;
   return Status();
 }
@@ -419,9 +406,6 @@ Status check_is_wanted(const RecordHeader& header, const Digest* expected_key,
   if (!header.plain()) {
     return Status(StatusCode::kIncompatible, "outer.codec: decode the payload first",
                   header.codecs[0], 0, -1);
-  }
-  if (header.crc_pending()) {
-    return Status(StatusCode::kBusy, "inner.flags: the CRCs are not computed yet", 0, 0, -1);
   }
   return Status();
 }

@@ -27,8 +27,6 @@ namespace kvstrata {
 inline constexpr std::uint16_t kRecordVersion = 1;
 inline constexpr std::uint64_t kRecordAlignment = 4096;
 inline constexpr std::uint32_t kMaxSections = 65'536;
-// Inner flag: the section CRCs are not computed yet. Such a record must not be served or moved.
-inline constexpr std::uint16_t kRecordCrcPending = 1;
 
 // The fields of the headers that the writer of a chunk supplies.
 struct RecordSpec {
@@ -54,12 +52,10 @@ struct RecordHeader {
   std::uint64_t stored_bytes = 0;   // after the header; payload_bytes without a codec
   std::uint32_t stored_crc = 0;
   std::uint32_t section_count = 0;
-  std::uint16_t flags = 0;
   std::array<unsigned char, 8> codecs{};
 
   // Does not wrap: read_record_header has checked the sum against a length.
   [[nodiscard]] std::uint64_t record_bytes() const noexcept { return header_bytes + stored_bytes; }
-  [[nodiscard]] bool crc_pending() const noexcept { return (flags & kRecordCrcPending) != 0; }
   [[nodiscard]] bool plain() const noexcept { return codecs == decltype(codecs){}; }
 };
 
@@ -118,7 +114,7 @@ Status read_record_header(const void* record, std::uint64_t length, RecordHeader
                           Section* sections = nullptr, std::size_t capacity = 0) noexcept;
 
 // Checks that a record with these sound headers has the expected key and identity (any if nullptr),
-// and that its sections can be verified. kStale, kIncompatible and kBusy as in verify_record.
+// and that its sections can be verified. kStale and kIncompatible as in verify_record.
 Status check_is_wanted(const RecordHeader& header, const Digest* expected_key,
                        const Digest* expected_identity = nullptr) noexcept;
 
@@ -129,14 +125,9 @@ inline constexpr std::size_t kOuterHeaderBytes = 256;
 // the headers.
 Digest parent_of_record(const void* record, std::uint64_t length) noexcept;
 
-// Reads a record's key and whole length from its outer header. Errors are those of
-// read_record_header about the outer header. REQUIRES: kOuterHeaderBytes bytes can be read.
-Status read_outer_header(const void* record, Digest* key, std::uint64_t* record_bytes) noexcept;
-
 // Does the checks of read_record_header and check_is_wanted, and checks the CRC of every section.
 //   kStale         the headers are sound, but the key is another one
 //   kIncompatible  also: the payload is encoded, so its sections cannot be verified
-//   kBusy          the CRCs are pending
 //   kCorrupt       detail(2) is the first corrupt section, or -1 for the headers
 Status verify_record(const void* record, std::uint64_t length, const Digest* expected_key) noexcept;
 

@@ -28,15 +28,13 @@ cdef class RecordSpec:
     cdef CRecordSpec spec
 
 
-cdef double LONGEST_WAIT_S
-
 cdef class CopyPlan:
     cdef shared_ptr[const CCopyPlan] plan
 
 cdef int set_blocks(vector[uint32_t]& blocks, object ids, bint may_skip) except -1
 cdef CopyKind kind_of(object kind) except *
 cdef int set_items(vector[CopyItem]& out, CopyKind kind, object items) except -1
-cdef list codes_of(const vector[CopyResult]& results)
+cdef list codes_of(const vector[CCopyOutcome]& outcomes)
 
 
 # Native code that copies `Hold.held` keeps the extent, and can drop the hold without the GIL.
