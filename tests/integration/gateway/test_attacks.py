@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import select
 import socket
+import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -116,6 +117,34 @@ async def test_bodies_that_come_byte_by_byte_keep_nobody_out_and_live_while_they
         await others_are_answered(gateway)
         assert await slow == 200
     assert len(engine.got) == OTHERS + 1 and BODY in [got.body for got in engine.got]
+    await at_rest(gateway, session)
+
+
+def frame(kind: int, stream: int, content: bytes, flags: int = 0) -> bytes:
+    """One of HTTP/2."""
+    return struct.pack(">I", len(content))[1:] + struct.pack(">BBI", kind, flags, stream) + content
+
+
+async def test_thousands_of_half_bodies_on_one_connection_of_http_2_take_little_memory(
+    start: Start, session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    engine = ScriptedEngine()
+    gateway = await start(engine, tenants=tenants(tmp_path), timeouts={"silence_s": 5})
+    idle_mb = await envoy_mb(gateway, session)
+    fields = {b":method": b"POST", b":path": CHAT.encode(), b":scheme": b"http", b":authority": b"a"}
+    fields[b"content-length"] = b"65000"
+    head = b"".join(b"\0%c%b%c%b" % (len(name), name, len(value), value) for name, value in fields.items())
+    half = b"".join(
+        frame(1, stream, head, flags=4) + 4 * frame(0, stream, bytes(15_000)) for stream in range(1, 2_001, 2)
+    )
+    windows = frame(4, 0, b"") + frame(8, 0, struct.pack(">I", 1 << 30))
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            line = stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port)))
+            await asyncio.to_thread(line.sendall, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + windows + half)
+        await others_are_answered(gateway)
+        assert await envoy_mb(gateway, session) < idle_mb + 100
+    assert len(engine.got) == OTHERS
     await at_rest(gateway, session)
 
 

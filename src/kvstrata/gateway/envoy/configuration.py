@@ -34,6 +34,8 @@ SHORT_BYTES = 64 << 10
 """Of a body that arrives before its sender's key is checked."""
 MAX_CONNECTIONS = 16_384
 SPARE_FILES = 256
+MAX_HEAP_BYTES = 4 << 30
+"""What Envoy may hold in its memory, if the host has twice as much."""
 MAX_PREFILLED = 1_024
 """Questions that wait until another engine has computed the prompt, with the contracts `nixl` and `mooncake`."""
 MAX_ASKED = 256
@@ -92,6 +94,7 @@ def configuration(settings: GatewaySettings, place: Place, pipe: int) -> dict[st
         "engines": str(place.engines),
         "enters": 100 if settings.tenants else 0,
         "flush": {"access_log_flush_interval": "0.25s"} if pipe < 0 else {},
+        "heap_bytes": min(MAX_HEAP_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2),
         "host": place.host,
         "line": LINE,
         "origins": _origins(settings),
