@@ -29,7 +29,7 @@ from kvstrata.errors import Unavailable
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc import cluster_wire as wire
 from kvstrata.rpc.control_port import ControlPort
-from kvstrata.rpc.zmq_curve import CurveKeys, KeyKind, new_secret, open_keys, public_of
+from kvstrata.rpc.zmq_curve import ClusterKeys, KeyKind, new_secret, open_keys, public_of
 from kvstrata.rpc.zmq_link import Links
 from kvstrata.rpc.zmq_server import Address
 from kvstrata.server.cluster.held import GATHER_S, HeldChunks
@@ -61,9 +61,7 @@ def instance(pipe: Connection) -> None:
 
         port = ControlPort(loop, 1)
         port.serve((KeyKind.CONTROLLER,), {wire.Changes: changes})
-        where = port.server.bind_tcp(
-            "127.0.0.1", 0, curve=CurveKeys(secret, None), clients=lambda: None, insecure=False
-        )
+        where = port.server.bind_tcp("127.0.0.1", 0, keys=ClusterKeys(secret), anywhere=False)
         port.start()
         pipe.send((where, public_of(secret)))
         began_s, cpu_s, rows = loop.time(), time.process_time(), []

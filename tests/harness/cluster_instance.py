@@ -24,7 +24,7 @@ import zmq
 from kvstrata.errors import BadRequest, TooOld
 from kvstrata.rpc import cluster_wire as wire
 from kvstrata.rpc.control_port import ControlPort
-from kvstrata.rpc.zmq_curve import CurveKeys, KeyKind, SharedKey
+from kvstrata.rpc.zmq_curve import ClusterKeys, KeyKind, SharedKey
 from kvstrata.rpc.zmq_server import Address
 
 KEYS: defaultdict[str, tuple[bytes, bytes]] = defaultdict(zmq.curve_keypair)
@@ -101,7 +101,7 @@ class Holdings:
         """Open the control port; 0 takes a free one."""
         self.port = ControlPort(asyncio.get_running_loop(), self._incarnation)
         self.number = self.port.server.bind_tcp(
-            "127.0.0.1", number, curve=CurveKeys(self._secret, None), clients=lambda: None, insecure=False
+            "127.0.0.1", number, keys=ClusterKeys(self._secret), anywhere=False
         )
         both = (KeyKind.CONTROLLER, KeyKind.GATEWAY)
         self.port.serve(both, {wire.Changes: self._changes, wire.List: self._list})

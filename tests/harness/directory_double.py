@@ -17,17 +17,17 @@ from kvstrata.rpc.cluster_wire import (
     encode,
     tags_of,
 )
-from kvstrata.rpc.zmq_curve import OPEN, CurveKeys
+from kvstrata.rpc.zmq_curve import OPEN, ClusterKeys
 from kvstrata.rpc.zmq_server import Address, ZmqServer
 
 
 class Endpoint:
     """A ROUTER socket that answers each request with the return value of `answer`; None: no answer."""
 
-    def __init__(self, decoder: Any, keys: CurveKeys = OPEN) -> None:
+    def __init__(self, decoder: Any, keys: ClusterKeys = OPEN) -> None:
         self._decoder = decoder
         self._server = ZmqServer(asyncio.get_running_loop())
-        port = self._server.bind_tcp("127.0.0.1", 0, curve=keys, insecure=False)
+        port = self._server.bind_tcp("127.0.0.1", 0, keys=keys, anywhere=False)
         self.endpoint = f"tcp://127.0.0.1:{port}"
         self.asked: collections.Counter[str] = collections.Counter()
         """Requests by the name of their type."""

@@ -16,7 +16,7 @@ from kvstrata.p2p.settings import PeerSettings
 from kvstrata.p2p.tier import PeerTier
 from kvstrata.rpc.cluster_wire import Owner
 from kvstrata.rpc.control_port import ControlPort
-from kvstrata.rpc.zmq_curve import CurveKeys
+from kvstrata.rpc.zmq_curve import ClusterKeys
 from kvstrata.testing.strategies import (
     Found,
     Settled,
@@ -59,9 +59,7 @@ class PeerOwner:
         self.members: frozenset[bytes] | None = None
         self.metadata = metadata
         self.control = ControlPort(asyncio.get_running_loop(), 11)
-        self.port = self.control.server.bind_tcp(
-            "127.0.0.1", 0, curve=CurveKeys(secret, None), insecure=False
-        )
+        self.port = self.control.server.bind_tcp("127.0.0.1", 0, keys=ClusterKeys(secret), anywhere=False)
         self.records = RecordServer(l1.pool, socket_path=socket_path, host="127.0.0.1", port=0)
         self.server = PeerServer(
             self.records, self.control, instance_id=name, incarnation=11, engine=engine,

@@ -13,7 +13,7 @@ import importlib.util
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
@@ -54,14 +54,11 @@ from kvstrata.rpc.zmq_curve import (
     ADVICE,
     OPEN,
     ClusterKeys,
-    ControllerKeys,
-    CurveKeys,
     KeyFile,
-    KeyKind,
+    Keys,
     SharedKey,
     read_controller_keys,
 )
-from kvstrata.rpc.zmq_server import ZmqServer
 from kvstrata.types import NOT_IN_A_NAME
 
 if TYPE_CHECKING:
@@ -81,7 +78,7 @@ class Plan(NamedTuple):
 
     settings: ControllerSettings
     http_token: str
-    keys: KeyFile[ControllerKeys] | None
+    keys: KeyFile | None
     """None without a key file: any client that knows the server's key may connect, and use any id."""
     peer_hosts: PeerHosts
 
@@ -172,16 +169,26 @@ class Controller(Process):
         self.closers.append(soon(listener.close))
         url = own_url(settings, listener)
         epoch = clock.unix_ms()
-        keys = self._plan.keys
-        asked = ControlPort(
-            loop,
-            epoch,
-            lambda key: keys.now().kinds_of(key) if keys is not None else tuple(KeyKind),
-            requests=TO_CONTROLLER,
-            max_later=MAX_UNANSWERED,
-        )
+        keys, note = self._keys()
+        asked = ControlPort(loop, epoch, keys, requests=TO_CONTROLLER, max_later=MAX_UNANSWERED)
         self.closers.append(asked.close)
-        port_number, secret = self._bind(asked.server, keys)
+        port_number = asked.server.bind_tcp(
+            zmq_host(settings),
+            settings.monitor_ports.reply,
+            keys=keys,
+            anywhere=settings.security.insecure or self._plan.keys is not None,
+            host_setting=zmq_host_setting(settings),
+            port_setting="monitor_ports.reply",
+            flag="--monitor-ports",
+            refused_note=note,
+        )
+        if keys is OPEN:
+            self.log.warning(
+                "cluster_ports_open",
+                port=port_number,
+                note="--insecure: everybody who reaches this port may join the cluster and read its chunks; start "
+                "controller and instances without it, or give key files (kvstrata cluster init)",
+            )
         if settings.monitor_ports.pull is not None or settings.monitor_ports.heartbeat is not None:
             self.log.warning("no_effect", settings="monitor_ports.pull, monitor_ports.heartbeat",
                              why="the controller asks instances at their own ports")  # fmt: skip
@@ -194,9 +201,9 @@ class Controller(Process):
             name=name,
             epoch=epoch,
             supervisor=self.supervisor,
-            keys=ClusterKeys(secret, b"", None),
+            keys=keys.now(),
             election=election,
-            listed=lambda: keys.now().listed if keys is not None else None,
+            listed=lambda: keys.now().listed,
         )
         # The cluster is closed after the port, so that no frame reaches a closed cluster.
         self.closers.insert(-1, cluster.close)
@@ -262,41 +269,17 @@ class Controller(Process):
         self.log.info("dashboard", open=f"{url}/", log_in_by="kvstrata ctl cluster dashboard-link")
         tell_ready(self._ready_fd, ready)
 
-    def _bind(self, server: ZmqServer, keys: KeyFile[ControllerKeys] | None) -> tuple[int, bytes]:
-        """Bind the ZMQ port: with a key file, with the key that this user's processes share, or open.
-
-        Returns the port, and the secret key, with which the controller asks instances too.
+    def _keys(self) -> tuple[Keys, str]:
+        """The keys of the ZMQ port, with which the controller asks instances too: those of the key file, open ones, or
+        the secret that this user's processes share; and what the log advises about a client with others.
         """
-        settings = self._plan.settings
-
-        def bind(curve: CurveKeys, clients: Callable[[], frozenset[bytes] | None], note: str) -> int:
-            return server.bind_tcp(
-                zmq_host(settings),
-                settings.monitor_ports.reply,
-                curve=curve,
-                clients=clients,
-                insecure=settings.security.insecure,
-                host_setting=zmq_host_setting(settings),
-                port_setting="monitor_ports.reply",
-                flag="--monitor-ports",
-                refused_note=note,
-            )
-
-        if keys is not None:
-            return bind(keys.now().curve, keys.clients, ""), keys.now().curve.secret
-        if settings.security.insecure:
-            port = bind(OPEN, lambda: None, "")
-            self.log.warning(
-                "cluster_ports_open",
-                port=port,
-                note="--insecure: everybody who reaches this port may join the cluster and read its chunks; start "
-                "controller and instances without it, or give key files (kvstrata cluster init)",
-            )
-            return port, OPEN.secret
+        if self._plan.keys is not None:
+            return self._plan.keys, ""
+        if self._plan.settings.security.insecure:
+            return OPEN, ""
         shared = SharedKey("security.curve_secret_file")
-        port = bind(CurveKeys(shared.keys.secret, None), lambda: None, ADVICE)
         self.supervisor.spawn(shared.keep(), "cluster-key")
-        return port, shared.keys.secret
+        return ClusterKeys(shared.keys.secret), ADVICE
 
     @property
     def drain_s(self) -> float:

@@ -383,7 +383,10 @@ class PeerServer:
         seal: bool,
         members: Callable[[], frozenset[bytes] | None],
     ) -> None:
-        """`metadata()`: by which `engine` reaches L1 one-sidedly; empty: it does not now. `members`: see MemberKeys."""
+        """`metadata()`: by which `engine` reaches L1 one-sidedly; empty: it does not now.
+
+        `members()`: public keys of those that may read now; None: any may.
+        """
         self.records = records
         port.serve((KeyKind.INSTANCE,), {PeerHello: self._hello})
         self._instance_id, self._incarnation = instance_id, incarnation

@@ -27,7 +27,7 @@ from kvstrata.rpc.cluster_wire import (
     failure,
     seq_of,
 )
-from kvstrata.rpc.zmq_curve import KeyKind
+from kvstrata.rpc.zmq_curve import OPEN, KeyKind, Keys
 from kvstrata.rpc.zmq_server import Address, ZmqServer
 from kvstrata.text import type_and_place
 
@@ -54,17 +54,14 @@ class ControlPort(Numbers):
         self,
         loop: asyncio.AbstractEventLoop,
         epoch: int,
-        kinds_of: Callable[[str], Collection[KeyKind]] = lambda key: tuple(KeyKind),
+        keys: Keys = OPEN,
         *,
         requests: msgspec.msgpack.Decoder[Any] = TO_INSTANCE,
         max_later: int = MAX_LATER,
     ) -> None:
-        """`epoch`: of this process. `kinds_of` says what a client's public key is; by default every kind.
-
-        `requests` decodes what may be asked here.
-        """
+        """`epoch`: of this process. `keys` say what a client's public key is. `requests` decodes what may be asked."""
         self.server = ZmqServer(loop, max_message_bytes=MAX_CLUSTER_MESSAGE_BYTES)
-        self._epoch, self._kinds_of, self._requests, self._max_later = epoch, kinds_of, requests, max_later
+        self._epoch, self._keys, self._requests, self._max_later = epoch, keys, requests, max_later
         self._served: dict[type[ClusterRequest], tuple[frozenset[KeyKind], bool, Handler]] = {}
         self._later: set[asyncio.Future[ClusterReply]] = set()
         self._log = EventLog("control")
@@ -118,7 +115,7 @@ class ControlPort(Numbers):
         kinds, unlisted, handler = self._served.get(type(request), (frozenset(), False, None))
         if handler is None:
             raise BadRequest(f"{type(request).__name__} is not served here")
-        ours = self._kinds_of(key)
+        ours = self._keys.now().kinds_of(key)
         if kinds.isdisjoint(ours) and (ours or not unlisted):
             raise NotPermitted(
                 f"{type(request).__name__} is for a key of kind {' or '.join(sorted(kinds))}; the key of this "

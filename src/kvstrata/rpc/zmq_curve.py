@@ -43,7 +43,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import zmq
 
@@ -69,50 +69,37 @@ class KeyKind(enum.StrEnum):
     CONTROLLER = "controller"
 
 
-class CurveKeys(NamedTuple):
-    """The server's secret key and the public keys of clients that may connect, all in Z85."""
-
-    secret: bytes
-    clients: frozenset[bytes] | None
-    """None: any client may connect, and is known by its key."""
-
-
-OPEN = CurveKeys(OPEN_SECRET, None)
-"""For a controller with --insecure."""
-
-
 class ClusterKeys(NamedTuple):
-    """Keys of one member of a cluster, all in Z85: its own, those of its servers, and those of its clients."""
+    """The keys of one process of a cluster, in Z85."""
 
     secret: bytes
-    server: bytes
-    """Public key of the processes that the member connects to."""
-    clients: frozenset[bytes] | None
-    """Public keys of the instances that may connect to the member; None: any process may."""
-    gateways: frozenset[bytes] = frozenset()
-    """Public keys of the gateways that may."""
+    server: bytes = b""
+    """Public key of the processes that it connects to."""
+    kinds: Mapping[str, frozenset[KeyKind]] | None = None
+    """What each public key is that may connect to it; None: any may, and is of every kind."""
+    listed: Mapping[str, tuple[str, ...]] | None = None
+    """Of a controller: the ids that each of these keys may use (`NAME`, or `NAME-*`; empty: any); None: any."""
 
     @property
-    def curve(self) -> CurveKeys:
-        """The keys for the sockets on which the member listens: controllers may connect too."""
-        if self.clients is None:
-            return CurveKeys(self.secret, None)
-        return CurveKeys(self.secret, self.clients | self.gateways | {self.server})
+    def clients(self) -> frozenset[bytes] | None:
+        """The public keys that may connect; None: any may."""
+        return None if self.kinds is None else frozenset(key.encode() for key in self.kinds)
 
     def kinds_of(self, key: str) -> frozenset[KeyKind]:
-        """What a client's public key is. Where all share one key, or any may connect, it is all of them."""
-        if self.clients is None:
-            return frozenset(KeyKind)
-        kinds = {
-            KeyKind.INSTANCE: self.clients,
-            KeyKind.GATEWAY: self.gateways,
-            KeyKind.CONTROLLER: {self.server},
-        }
-        return frozenset(kind for kind, known in kinds.items() if key.encode() in known)
+        """What a client's public key is; nothing: it may not connect."""
+        return frozenset(KeyKind) if self.kinds is None else self.kinds.get(key, frozenset())
 
     def to(self, server: str) -> ClusterKeys:
         """The same keys for connections to the process with this public key (Z85)."""
         return self._replace(server=server.encode())
+
+    def now(self) -> ClusterKeys:
+        """These keys: others than a file's never change."""
+        return self
+
+
+OPEN = ClusterKeys(OPEN_SECRET)
+"""For a controller with --insecure."""
 
 
 def new_secret() -> bytes:
@@ -130,46 +117,33 @@ def public_of(secret: bytes) -> bytes:
 
 def open_keys(secret: bytes = b"") -> ClusterKeys:
     """Keys for a cluster with --insecure, with this secret key or a new one."""
-    return ClusterKeys(secret or new_secret(), OPEN_PUBLIC, None)
+    return ClusterKeys(secret or new_secret(), OPEN_PUBLIC)
 
 
-class ControllerKeys(NamedTuple):
-    """Keys of a controller."""
-
-    curve: CurveKeys
-    listed: Mapping[str, tuple[str, ...]]
-    """Its clients' public keys, each with the instance ids that it may use (`NAME`, or `NAME-*`; empty: any)."""
-    kinds: Mapping[str, frozenset[KeyKind]]
-    """What each of these keys is."""
-
-    def kinds_of(self, key: str) -> frozenset[KeyKind]:
-        """What a client's public key is."""
-        return self.kinds.get(key, frozenset())
-
-
-def read_controller_keys(path: str, field: str = "security.curve_secret_file") -> ControllerKeys:
+def read_controller_keys(path: str, field: str = "security.curve_secret_file") -> ClusterKeys:
     """Read a controller's keys: a line `secret KEY`, and `client KEY [ID …]` or `gateway KEY [NAME …]` for each client.
 
     Raises ConfigError, which names `field`.
     """
     ids: dict[bytes, tuple[str, ...]] = {}
     keys = _key_lines(path, field, ("secret", "client", "gateway"), ids)
-    _check_clients(keys["client"], path, field)
-    clients = frozenset(keys["client"] + keys["gateway"])
-    listed = {key.decode(): ids[key] for key in clients}
-    words = {"client": KeyKind.INSTANCE, "gateway": KeyKind.GATEWAY}
-    kinds = {
-        key.decode(): frozenset(kind for word, kind in words.items() if key in keys[word]) for key in clients
-    }
-    return ControllerKeys(CurveKeys(keys["secret"][-1], clients), listed, kinds)
-
-
-def _check_clients(clients: list[bytes], path: str, field: str) -> None:
-    if not clients:
+    if not keys["client"]:
         raise ConfigError(
             f"{field}: {path}: has no line `client KEY`, so no client could connect; add clients' public keys",
             field=field,
         )
+    kinds = _kinds_of(keys)
+    return ClusterKeys(keys["secret"][-1], b"", kinds, {key: ids[key.encode()] for key in kinds})
+
+
+def _kinds_of(keys: Mapping[str, list[bytes]]) -> dict[str, frozenset[KeyKind]]:
+    """What each key is, by the word of its lines."""
+    words = {"client": KeyKind.INSTANCE, "gateway": KeyKind.GATEWAY, "server": KeyKind.CONTROLLER}
+    every = {key for word in words for key in keys.get(word, ())}
+    return {
+        key.decode(): frozenset(kind for word, kind in words.items() if key in keys.get(word, ()))
+        for key in every
+    }
 
 
 def read_cluster_keys(path: str, field: str) -> ClusterKeys:
@@ -188,13 +162,11 @@ def read_cluster_keys(path: str, field: str) -> ClusterKeys:
         raise ConfigError(
             f"{field}: {path}: the secret is not a CURVE key; make one with zmq.curve_keypair()", field=field
         ) from None
-    shared = not (keys["server"] or keys["client"] or keys["gateway"])
-    return ClusterKeys(
-        secret,
-        (keys["server"] or [own])[-1],
-        frozenset(keys["client"] or [own]),
-        frozenset([own] if shared else keys["gateway"]),
-    )
+    if not (keys["server"] or keys["client"] or keys["gateway"]):
+        return ClusterKeys(secret, own, {own.decode(): frozenset(KeyKind)})
+    keys["server"] = [(keys["server"] or [own])[-1]]
+    keys["client"] = keys["client"] or [own]
+    return ClusterKeys(secret, keys["server"][0], _kinds_of(keys))
 
 
 def _key_lines(
@@ -226,19 +198,10 @@ def _key_lines(
     return keys
 
 
-class _Keys(Protocol):
-    @property
-    def curve(self) -> CurveKeys:
-        """The keys for listening sockets."""
-
-
-K = TypeVar("K", bound=_Keys)
-
-
-class KeyFile(Generic[K]):
+class KeyFile:
     """The keys of one file. Belongs to the event loop, on which a changed file is read, of a line for each member."""
 
-    def __init__(self, path: str, read: Callable[[str], K]) -> None:
+    def __init__(self, path: str, read: Callable[[str], ClusterKeys]) -> None:
         """`read` raises ConfigError for a wrong file; so does this."""
         self._path = path
         self._read = read
@@ -246,7 +209,7 @@ class KeyFile(Generic[K]):
         self._keys = read(path)
         self._log = EventLog("zmq")
 
-    def now(self) -> K:
+    def now(self) -> ClusterKeys:
         """The keys as the file has them now.
 
         A file that is missing or wrong, or has another secret, changes nothing, and that is logged: sockets keep the
@@ -258,7 +221,7 @@ class KeyFile(Generic[K]):
         self._stamp = stamp
         try:
             keys = self._read(self._path)
-            if keys.curve.secret != self._keys.curve.secret:
+            if keys.secret != self._keys.secret:
                 raise ConfigError("its secret is another one, which takes a restart")
         except ConfigError as error:
             self._log.repeated(
@@ -266,12 +229,12 @@ class KeyFile(Generic[K]):
             )
         else:
             self._keys = keys
-            self._log.info("key_file_read", path=self._path, clients=len(keys.curve.clients or ()))
+            self._log.info("key_file_read", path=self._path, clients=len(keys.kinds or ()))
         return self._keys
 
-    def clients(self) -> frozenset[bytes] | None:
-        """The public keys of clients that may connect, as the file has them now."""
-        return self.now().curve.clients
+
+Keys = KeyFile | ClusterKeys
+"""Keys, whose `now()` gives them as they are now."""
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
@@ -431,7 +394,7 @@ class KeyFolder:
         keys = read_controller_keys(str(path), _FIELD)
         public: dict[str, bytes] = {}
         kinds: dict[str, KeyKind] = {}
-        for key, ids in keys.listed.items():
+        for key, ids in (keys.listed or {}).items():
             if not ids:
                 raise ConfigError(
                     f"{_FIELD}: {path}: the line `client {key}` names no member; write the member's name after the key",
@@ -439,8 +402,8 @@ class KeyFolder:
                 )
             name = ids[0].removesuffix("-*")
             public[name] = key.encode()
-            kinds[name] = min(keys.kinds[key])
-        return keys.curve.secret, public, kinds
+            kinds[name] = min(keys.kinds_of(key))
+        return keys.secret, public, kinds
 
     def _write_all(
         self,

@@ -53,7 +53,7 @@ from kvstrata.observability.numbers import Numbers, counter, gauge
 from kvstrata.patience import patience
 from kvstrata.process.ports import port_holder, refuse_open, resolve
 from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
-from kvstrata.rpc.zmq_curve import CurveKeys
+from kvstrata.rpc.zmq_curve import OPEN, Keys
 
 TRACKED_BYTES = 16 << 10
 CLIENT_BYTES = 32 << 20
@@ -458,8 +458,7 @@ class ZmqServer(Numbers):
         self._watch: zmq.Socket[bytes] | None = None
         """The socket on which libzmq reports connections."""
         self._zap: zmq.Socket[bytes] | None = None
-        self._clients: Callable[[], frozenset[bytes] | None] = frozenset
-        """Public keys (Z85) of the clients that may connect; None: any may."""
+        self._keys: Keys = OPEN
         self._again = False
         self._looks = False
         """Whether `_look_again` is called in the next turn of the loop, after all replies of this one."""
@@ -476,9 +475,8 @@ class ZmqServer(Numbers):
         host: str,
         port: int,
         *,
-        curve: CurveKeys | None,
-        insecure: bool,
-        clients: Callable[[], frozenset[bytes] | None] | None = None,
+        keys: Keys | None,
+        anywhere: bool,
         host_setting: str = "host",
         port_setting: str = "port",
         flag: str = "--port",
@@ -486,22 +484,22 @@ class ZmqServer(Numbers):
         refused_note: str = "",
     ) -> int:
         """Listen on host:port (0 takes a free port); returns the port.  Names of settings and flag are for errors.
-        `clients()`, called for each new connection, returns the keys that may connect now; default: those of `curve`.
+        `keys`: its own, and those that may connect, which are asked for at each connection; None: it has none.
+        `anywhere`: it may be reached from other hosts, as who connects has proven a key, or nobody need.
         `refused_note`: what the log advises when a connection shows wrong keys.
         Raises ConfigError if the host is not an address of this machine, if it is off loopback and has no key, or if
         the port is taken; the error then names the process that holds the port.
         """
         address, family = resolve(host, host_setting)
-        guarded = curve is not None and curve.clients is not None
-        if not guarded and not insecure:
+        if not anywhere:
             refuse_open(host, host_setting, keys_setting)
         server = self._open()
         if family == socket.AF_INET6:
             server.setsockopt(zmq.IPV6, 1)
-        if curve is not None:
-            self._start_zap(clients or (lambda: curve.clients))
+        if keys is not None:
+            self._start_zap(keys)
             server.setsockopt(zmq.CURVE_SERVER, 1)
-            server.setsockopt(zmq.CURVE_SECRETKEY, curve.secret)
+            server.setsockopt(zmq.CURVE_SECRETKEY, keys.now().secret)
             server.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
             self._keys_asked_on, self._refused_note = port_setting, refused_note
         shown = f"[{address}]" if family == socket.AF_INET6 else address
@@ -737,12 +735,12 @@ class ZmqServer(Numbers):
             logging.WARNING, f"refused {setting} {why}", "connection_refused", port=setting, why=why, **note
         )
 
-    def _start_zap(self, clients: Callable[[], frozenset[bytes] | None]) -> None:
+    def _start_zap(self, keys: Keys) -> None:
         """Answer libzmq's questions whether a client may connect (ZAP, RFC 27) by the list of client keys.
 
         The answer makes the client's key the user id of its connection, which libzmq tells with each message.
         """
-        self._clients = clients
+        self._keys = keys
         self._zap = self._context.socket(zmq.ROUTER)
         self._zap.bind(ZAP_ENDPOINT)
         self._loop.add_reader(self._zap.fileno(), self._answer_zap)
@@ -758,8 +756,7 @@ class ZmqServer(Numbers):
             keyless = len(frames) > 4 and frames[4] == KEYLESS_DOMAIN.encode()
             curve = len(frames) == 9 and frames[7] == b"CURVE" and len(frames[8]) == KEY_BYTES
             user = z85.encode(frames[8]) if curve else b""
-            clients = self._clients() if curve else frozenset()
-            known = curve and (clients is None or user in clients)
+            known = curve and bool(self._keys.now().kinds_of(user.decode()))
             status = [b"200", b"OK"] if keyless or known else [b"400", b"unknown client key"]
             self._zap.send_multipart(
                 [

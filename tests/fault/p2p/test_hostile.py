@@ -29,7 +29,7 @@ from kvstrata.rpc.cluster_wire import (
     PeerWelcome,
     encode,
 )
-from kvstrata.rpc.zmq_curve import CurveKeys
+from kvstrata.rpc.zmq_curve import ClusterKeys
 from kvstrata.rpc.zmq_server import Address
 from kvstrata.testing.strategies import load_item, payload_of, record_hold, settled, watched
 from kvstrata.tiers.reasons import blames_medium
@@ -48,7 +48,7 @@ class ScriptedOwner(Endpoint):
 
     def __init__(self, say: Say) -> None:
         public, secret = zmq.curve_keypair()
-        super().__init__(TO_INSTANCE, CurveKeys(secret, None))
+        super().__init__(TO_INSTANCE, ClusterKeys(secret))
         self.public, self.say = public.decode(), say
         self.tickets: dict[bytes, Ticket] = {}
         self.listener = socket.create_server(("127.0.0.1", 0))

@@ -46,7 +46,7 @@ async def cluster(clock: Clock, listed: dict[str, tuple[str, ...]]) -> AsyncIter
         name="c",
         epoch=clock.unix_ms(),
         supervisor=Supervisor(loop),
-        keys=ClusterKeys(new_secret(), b"", None),
+        keys=ClusterKeys(new_secret()),
         listed=lambda: listed,
     )
     yield made

@@ -14,7 +14,7 @@ from kvstrata.controller.answers import Answers
 from kvstrata.errors import ClusterFailure
 from kvstrata.rpc import cluster_wire as wire
 from kvstrata.rpc.control_port import MAX_LATER, ControlPort
-from kvstrata.rpc.zmq_curve import KeyFolder, KeyKind, read_cluster_keys, read_controller_keys
+from kvstrata.rpc.zmq_curve import ClusterKeys, KeyFolder, KeyKind, read_cluster_keys, read_controller_keys
 from kvstrata.rpc.zmq_link import Links
 from kvstrata.rpc.zmq_server import Address
 from tests.harness.waiting import HANG_S
@@ -41,9 +41,14 @@ async def done(request: wire.ClusterRequest, _: Address) -> wire.ClusterReply:
     return wire.Done(request.seq, 1)
 
 
+def keys_of(kind: KeyKind) -> ClusterKeys:
+    """Clients without a key are of this kind."""
+    return ClusterKeys(b"", kinds={"": frozenset({kind})})
+
+
 def instance(kind: KeyKind) -> ControlPort:
     """A port that serves as an instance's does; every key is of this kind."""
-    port = ControlPort(asyncio.get_running_loop(), 1, lambda key: (kind,))
+    port = ControlPort(asyncio.get_running_loop(), 1, keys_of(kind))
     port.serve((CONTROLLER, GATEWAY), dict.fromkeys((wire.Changes, wire.List), done))
     port.serve((CONTROLLER,), {wire.Do: done})
     port.serve((INSTANCE,), dict.fromkeys((wire.PeerHello, wire.Await), done))
@@ -52,7 +57,7 @@ def instance(kind: KeyKind) -> ControlPort:
 
 def controller(kind: KeyKind) -> ControlPort:
     """A controller's port, whose handlers were replaced."""
-    port = ControlPort(asyncio.get_running_loop(), 1, lambda key: (kind,), requests=wire.TO_CONTROLLER)
+    port = ControlPort(asyncio.get_running_loop(), 1, keys_of(kind), requests=wire.TO_CONTROLLER)
     Answers(cast(Any, None), port, cast(Any, None))
     for request, (kinds, unlisted, _) in list(port._served.items()):
         port.serve(kinds, {request: done}, unlisted=unlisted)
@@ -65,7 +70,7 @@ async def test_a_port_answers_a_key_of_each_kind_what_it_may_ask(
     make: Callable[[KeyKind], ControlPort], table: list[tuple[Any, set[KeyKind]]], kind: KeyKind
 ) -> None:
     port = make(kind)
-    number = port.server.bind_tcp("localhost", 0, curve=None, insecure=False)
+    number = port.server.bind_tcp("localhost", 0, keys=None, anywhere=False)
     port.start()
     links = Links(asyncio.get_running_loop())
     link = links.ask(f"tcp://127.0.0.1:{number}")
@@ -90,7 +95,7 @@ async def test_a_port_refuses_more_than_it_may_have_under_way() -> None:
         return wire.Done(request.seq, 1)
 
     port.serve((CONTROLLER,), {wire.Changes: late})
-    number = port.server.bind_tcp("localhost", 0, curve=None, insecure=False)
+    number = port.server.bind_tcp("localhost", 0, keys=None, anywhere=False)
     port.start()
     links = Links(asyncio.get_running_loop())
     link = links.ask(f"tcp://127.0.0.1:{number}")
@@ -120,7 +125,7 @@ def test_key_files_say_what_each_key_is(tmp_path: Path) -> None:
         assert controller.kinds_of(public) == expected[name]
         for other in members.values():
             assert other.kinds_of(public) == expected[name]
-            assert other.curve.clients is not None and public.encode() in other.curve.clients
+            assert other.clients is not None and public.encode() in other.clients
         assert keys.kinds_of(keys.server.decode()) == {CONTROLLER}
         assert keys.kinds_of("k" * 40) == set()
     assert controller.kinds_of("k" * 40) == set()

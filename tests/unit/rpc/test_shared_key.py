@@ -18,7 +18,7 @@ from kvstrata.config import private_dir
 from kvstrata.errors import ConfigError
 from kvstrata.rpc.zmq_curve import (
     FILE,
-    CurveKeys,
+    ClusterKeys,
     KeyFile,
     SharedKey,
     new_secret,
@@ -94,7 +94,7 @@ async def listener() -> AsyncIterator[tuple[int, bytes]]:
     secret = new_secret()
     server = ZmqServer(asyncio.get_running_loop())
     yield (
-        server.bind_tcp("127.0.0.1", 0, curve=CurveKeys(secret, None), insecure=False),
+        server.bind_tcp("127.0.0.1", 0, keys=ClusterKeys(secret), anywhere=False),
         z85.decode(public_of(secret)),
     )
     server.close()
@@ -157,11 +157,11 @@ def check(folder: Path, *names: str) -> None:
     members = {name: read_cluster_keys(str(folder / f"{name}.keys"), "x") for name in names}
     public = {name: public_of(keys.secret) for name, keys in members.items()}
     assert len(set(public.values())) == len(names)
-    assert controller.curve.clients == set(public.values())
+    assert controller.clients == set(public.values())
     assert controller.listed == {key.decode(): (name, f"{name}-*") for name, key in public.items()}
     for keys in members.values():
-        assert keys.server == public_of(controller.curve.secret)
-        assert keys.clients == set(public.values())
+        assert keys.server == public_of(controller.secret)
+        assert keys.clients == {*public.values(), keys.server}
     for path in folder.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -254,17 +254,17 @@ def test_a_changed_file_counts_unless_it_is_wrong(tmp_path: Path, lines: tuple[s
     path = tmp_path / "keys"
     write(path, f"secret {SECRET}", f"client {A}")
     file = KeyFile(str(path), read_controller_keys)
-    assert file.clients() == {A.encode()}
+    assert file.now().clients == {A.encode()}
     if lines is None:
         os.unlink(path)
     else:
         write(path, *lines)
-    assert file.clients() == {A.encode()}
+    assert file.now().clients == {A.encode()}
     write(path, f"secret {SECRET}", f"client {A} a", f"client {B} b b-*")
-    assert file.clients() == {A.encode(), B.encode()}
+    assert file.now().clients == {A.encode(), B.encode()}
     assert file.now().listed == {A: ("a",), B: ("b", "b-*")}
     write(path, f"secret {SECRET}", f"client {B} b")
-    assert file.clients() == {B.encode()}
+    assert file.now().clients == {B.encode()}
 
 
 def test_a_wrong_file_at_the_start_is_an_error(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ class Other:
 
     def __init__(self, keys: ClusterKeys | None = None, port: int = 0) -> None:
         self.server = ZmqServer(asyncio.get_running_loop())
-        self.port = self.server.bind_tcp("localhost", port, curve=keys and keys.curve, insecure=False)
+        self.port = self.server.bind_tcp("localhost", port, keys=keys, anywhere=False)
         self.endpoint = f"tcp://127.0.0.1:{self.port}"
         self.heard: list[tuple[Address, bytes]] = []
         self.answer: Callable[[int], list[bytes]] = lambda seq: [encode(Done(seq, 7))]

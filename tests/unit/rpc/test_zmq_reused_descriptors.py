@@ -26,7 +26,7 @@ class Port:
 
     def __init__(self) -> None:
         self.server = ZmqServer(asyncio.get_running_loop())
-        self.number = self.server.bind_tcp("127.0.0.1", 0, curve=None, insecure=False)
+        self.number = self.server.bind_tcp("127.0.0.1", 0, keys=None, anywhere=False)
         self.n_refused = self.n_well = 0
         self.server.start(self._take, lambda address, frames: b"")
 

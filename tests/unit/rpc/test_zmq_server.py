@@ -36,7 +36,7 @@ class Echo:
 
     def __init__(self) -> None:
         self.server = ZmqServer(asyncio.get_running_loop())
-        self.port = self.server.bind_tcp("127.0.0.1", 0, curve=None, insecure=False)
+        self.port = self.server.bind_tcp("127.0.0.1", 0, keys=None, anywhere=False)
         self.handled: list[bytes] = []
         self.context = zmq.asyncio.Context()
         self.reply_to_all = True
@@ -155,7 +155,7 @@ async def test_a_taken_port_is_refused_with_its_holder() -> None:
         port = taken.getsockname()[1]
         server = ZmqServer(asyncio.get_running_loop())
         with pytest.raises(ConfigError) as caught:
-            server.bind_tcp("127.0.0.1", port, curve=None, insecure=False)
+            server.bind_tcp("127.0.0.1", port, keys=None, anywhere=False)
         server.close()
     assert str(port) in str(caught.value)
     assert f"pid {os.getpid()}" in str(caught.value)
@@ -166,7 +166,7 @@ async def test_a_taken_port_is_refused_with_its_holder() -> None:
 async def test_off_loopback_needs_a_key_or_permission(host: str) -> None:
     server = ZmqServer(asyncio.get_running_loop())
     with pytest.raises(ConfigError, match="--insecure") as caught:
-        server.bind_tcp(host, 0, curve=None, insecure=False)
+        server.bind_tcp(host, 0, keys=None, anywhere=False)
     assert caught.value.field == "host"
     server.close()
 
@@ -184,7 +184,7 @@ async def test_a_server_that_is_closed_at_once_leaves_no_callback_that_fails() -
 async def send(messages: list[list[bytes]], *, cuts: int) -> None:
     """Send messages over one connection, wait for the answers to all but the last, and assert how many are cut."""
     server = ZmqServer(asyncio.get_running_loop())
-    port = server.bind_tcp("127.0.0.1", 0, curve=None, insecure=False)
+    port = server.bind_tcp("127.0.0.1", 0, keys=None, anywhere=False)
     handled: list[bytes] = []
 
     def handler(address: Address, frame: bytes) -> bool:
@@ -247,7 +247,7 @@ def test_beyond_the_bound_of_all_clients_each_gets_one_reply_at_a_time(monkeypat
 
 async def test_replies_of_megabytes_that_nobody_reads_do_not_pile_up() -> None:
     server = ZmqServer(asyncio.get_running_loop())
-    port = server.bind_tcp("127.0.0.1", 0, curve=None, insecure=False)
+    port = server.bind_tcp("127.0.0.1", 0, keys=None, anywhere=False)
     big = bytes(4 << 20)
     dropped: list[bool] = []
 

@@ -62,8 +62,8 @@ class Sharing:
         """Listen. Raises ConfigError."""
         self.port = self._server.bind_tcp(
             *host_and_port(self._settings.listen),
-            curve=self._keys.curve,
-            insecure=False,
+            keys=self._keys,
+            anywhere=True,
             host_setting="sharing.listen",
             port_setting="sharing.listen",
             flag="sharing.listen",

@@ -112,15 +112,14 @@ def serve(
     `closers` gets what closes them.  Raises ConfigError.
     """
     settings, p2p = plan.settings, plan.settings.p2p
-    control = ControlPort(parts.loop, parts.facts.epoch, keys.kinds_of)
+    control = ControlPort(parts.loop, parts.facts.epoch, keys.listening)
     closers.append(control.close)
     host, port_text = _host_of(p2p.listen), p2p.listen.rpartition(":")[2]
     port = control.server.bind_tcp(
         host,
         int(port_text),
-        curve=keys.listening,
-        clients=keys.clients,
-        insecure=settings.security.insecure,
+        keys=keys.listening,
+        anywhere=settings.security.insecure or bool(settings.controller.curve_file),
         host_setting="p2p.listen",
         port_setting="p2p.listen",
         flag="--p2p-listen",
@@ -140,7 +139,7 @@ def serve(
             engine=plan.p2p_engine.name,
             metadata=parts.peer_reads.metadata,
             seal=p2p.seal,
-            members=keys.clients,
+            members=lambda: keys.listening.now().clients,
         )
         closers.append(server.close)
         peers = PeersServed(server)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,9 +26,8 @@ from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.zmq_curve import (
     ADVICE,
     ClusterKeys,
-    CurveKeys,
     KeyFile,
-    KeyKind,
+    Keys,
     SharedKey,
     new_secret,
     open_keys,
@@ -46,12 +45,8 @@ class MemberKeys(NamedTuple):
 
     own: ClusterKeys
     """For connections to controllers."""
-    listening: CurveKeys
-    """For the control port.  Only a key file lists clients here, for other hosts."""
-    clients: Callable[[], frozenset[bytes] | None]
-    """The public keys of processes that may connect to that port now; None: any may."""
-    kinds_of: Callable[[str], frozenset[KeyKind]]
-    """What the public key of a client is now."""
+    listening: Keys
+    """For the control port."""
     file: str
     """The key file by which this instance reads from peers; empty for an open cluster."""
     refused_note: str
@@ -70,15 +65,7 @@ def member_keys(
         why = (
             "it does not list this instance's key, or has keys of another cluster (docs/cluster.md, Security)"
         )
-        return MemberKeys(
-            file.now(),
-            file.now().curve,
-            file.clients,
-            lambda key: file.now().kinds_of(key),
-            path,
-            "",
-            why,
-        )
+        return MemberKeys(file.now(), file, path, "", why)
     secret = own_secret(facts.instance_id, facts.socket_dir, environment)
     if settings.security.insecure:
         EventLog("cluster").warning(
@@ -89,20 +76,12 @@ def member_keys(
         )
         keys = open_keys(secret)
         why = "this instance was started with --insecure, and the controller without; start both in the same way"
-        return MemberKeys(keys, keys.curve, lambda: None, keys.kinds_of, "", "", why)
+        return MemberKeys(keys, keys, "", "", why)
     shared = SharedKey(_FIELD, environment)
     supervisor.spawn(shared.keep(), "cluster-key")
     why = f"it does not have the key in {shared.path}, or runs with --insecure; {ADVICE}"
-    listening, readers = CurveKeys(secret, None), shared.keys.clients
-    return MemberKeys(
-        shared.of_member(secret),
-        listening,
-        lambda: readers,
-        shared.keys.kinds_of,
-        str(shared.path),
-        ADVICE,
-        why,
-    )
+    own = shared.of_member(secret)
+    return MemberKeys(own, own, str(shared.path), ADVICE, why)
 
 
 def own_secret(instance_id: str, socket_dir: Path, environment: Mapping[str, str]) -> bytes:
