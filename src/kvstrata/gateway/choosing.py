@@ -22,7 +22,7 @@ from kvstrata.gateway.decisions import Decisions, Kept
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet, ServingEngine
 from kvstrata.gateway.metering import Meters
-from kvstrata.gateway.prefixes import PIECE_TOKENS, Prefixes
+from kvstrata.gateway.prefixes import PIECE_TOKENS, Pieces, Prefixes
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.routing.choose import AnyPolicy, Record, choose
 from kvstrata.gateway.routing.model import Copy, Decision, Knowledge, Request, Tier, Way
@@ -90,6 +90,8 @@ class Choice:
     """The engine that computes the prompt for this one; None: this one does."""
     flight: Flight | None = None
     """None: not dispatched."""
+    sent: Pieces | None = None
+    """Its prompt's pieces; None: not dispatched."""
     decoded: Decoded | None = None
     """Of an answer that has ended and came as a stream."""
     over: bool = False
@@ -290,14 +292,8 @@ class Choosing:
         )
         if choice.prefill is None:
             self._begins(choice, ready_in_s)
-        self.prefixes.note(
-            wanted.keys,
-            engine.name,
-            engine.generation,
-            choice.at_s,
-            computed=False,
-            ready_at_s=choice.at_s + ready_in_s,
-        )
+        ready_at_s = choice.at_s + ready_in_s
+        choice.sent = self.prefixes.note(wanted.keys, engine.name, engine.generation, choice.at_s, ready_at_s)
 
     def _uncached(self, choice: Choice) -> int:
         return max(1, choice.wanted.tokens - choice.cached_tokens)
@@ -355,7 +351,8 @@ class Choosing:
             self.teller.first(wanted.number)
         if choice.kept is not None:
             choice.kept.ttft_s = now_s - choice.at_s
-        self.prefixes.note(wanted.keys, engine.name, engine.generation, now_s, computed=True)
+        if choice.sent is not None:
+            self.prefixes.computed(choice.sent, wanted.keys, engine.name, now_s)
         self.freed()
 
     def ended(self, choice: Choice, *, answered: bool) -> None:

@@ -18,10 +18,10 @@ import collections
 import hashlib
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from kvstrata.gateway.residency.cache import Cache
 from kvstrata.gateway.routing.model import Certainty, Copy
+from kvstrata.native.core import chain_keys
 
 PIECE_BYTES = 1_024
 TOKEN_BYTES = 4
@@ -34,35 +34,39 @@ MAX_KEYS = 1 << 18
 _SECRET = secrets.token_bytes(32)
 
 
-class Sent(NamedTuple):
-    """A piece that an engine was sent."""
+class Pieces:
+    """Pieces that an engine was sent together."""
 
-    generation: int
-    at_s: float
-    computed: bool
-    """Whether the first token of such a request has come."""
-    ready_at_s: float = 0.0
-    """When it is expected to come."""
+    __slots__ = ("at_s", "computed", "generation", "losses", "ready_at_s")
+
+    def __init__(
+        self, generation: int, at_s: float, ready_at_s: float, losses: int, *, computed: bool
+    ) -> None:
+        self.generation, self.at_s = generation, at_s
+        self.computed = computed
+        """Whether the first token of such a request has come."""
+        self.ready_at_s = ready_at_s
+        """When it is expected to come."""
+        self.losses = losses
+        """How often pieces were forgotten before; -1: some are of another request that is under way."""
 
 
 def keys_of(context: Iterable[bytes], text: bytes, secret: bytes = _SECRET) -> list[bytes]:
     """The keys of a prompt's pieces. `context`: everything but the text that decides its KV. `secret`: 32 bytes."""
-    chain = hashlib.blake2b(key=secret, digest_size=KEY_BYTES)
+    start = hashlib.blake2b(key=secret, digest_size=32)
     for part in context:
-        chain.update(len(part).to_bytes(8, "big"))
-        chain.update(part)
-    keys = []
-    for at in range(0, min(len(text) // PIECE_BYTES, MAX_PIECES) * PIECE_BYTES, PIECE_BYTES):
-        chain.update(text[at : at + PIECE_BYTES])
-        keys.append(chain.digest())
-    return keys
+        start.update(len(part).to_bytes(8, "big") + part)
+    end = min(len(text) // PIECE_BYTES, MAX_PIECES) * PIECE_BYTES
+    chain = chain_keys(start.digest(), text[:end], PIECE_BYTES // 4)  # as if four bytes were a token's id
+    return [chain[at : at + KEY_BYTES] for at in range(0, len(chain), 32)]
 
 
 class Prefixes:
     """See the module. Belongs to the event loop."""
 
     def __init__(self) -> None:
-        self._sent: collections.OrderedDict[bytes, dict[str, Sent]] = collections.OrderedDict()
+        self._sent: collections.OrderedDict[bytes, dict[str, Pieces]] = collections.OrderedDict()
+        self._losses = 0
 
     def __len__(self) -> int:
         """Keys that are remembered."""
@@ -74,27 +78,41 @@ class Prefixes:
         engine: str,
         generation: int,
         now_s: float,
-        *,
-        computed: bool,
         ready_at_s: float = 0.0,
-    ) -> None:
-        """An engine has `computed` these pieces, or was sent them and is expected to have them at `ready_at_s`."""
-        sent = again = Sent(generation, now_s, computed, ready_at_s)
-        last: Sent | None = None
-        for key in keys:
-            if (engines := self._sent.get(key)) is None:
-                self._sent[key] = {engine: sent}
+        *,
+        computed: bool = False,
+    ) -> Pieces:
+        """An engine was sent these pieces, and is expected to have them at `ready_at_s`, or has `computed` them.
+
+        Returns what `computed` needs.
+        """
+        sent = again = Pieces(generation, now_s, ready_at_s, self._losses, computed=computed)
+        last: Pieces | None = None
+        known = self._sent
+        for key in reversed(keys):  # of a prompt the end is forgotten first
+            if (engines := known.get(key)) is None:
+                known[key] = {engine: sent}
                 continue
             before = engines.get(engine)
             if before is None or before.generation != generation or computed:
                 engines[engine] = sent
             elif before.computed:
                 if before is not last:  # mostly all pieces were sent together
-                    last, again = before, before._replace(at_s=now_s)
+                    last = before
+                    again = Pieces(generation, now_s, before.ready_at_s, self._losses, computed=True)
                 engines[engine] = again
-            self._sent.move_to_end(key)
-        while len(self._sent) > MAX_KEYS:
-            self._sent.popitem(last=False)
+            else:
+                sent.losses = -1  # another request may still fail to compute it
+            known.move_to_end(key)
+        while len(known) > MAX_KEYS:
+            known.popitem(last=False)
+        return sent
+
+    def computed(self, sent: Pieces, keys: Sequence[bytes], engine: str, now_s: float) -> None:
+        """An engine has computed these pieces, of which `note` has returned this."""
+        sent.computed, sent.at_s = True, now_s
+        if sent.losses != self._losses:  # some are not marked by this
+            self.note(keys, engine, sent.generation, now_s, computed=True)
 
     def take_back(self, keys: Sequence[bytes], engine: str) -> None:
         """A request with these pieces has ended before its first token: forget those that nothing has computed."""
@@ -105,6 +123,7 @@ class Prefixes:
 
     def forget(self, keys: Sequence[bytes], engine: str) -> None:
         """An engine has not computed these pieces, or has them no longer."""
+        self._losses += 1
         for key in keys:
             engines = self._sent.get(key)
             if engines is not None and engines.pop(engine, None) is not None and not engines:
@@ -123,27 +142,33 @@ class Prefixes:
         must have come, unless events were lost since, and not if it was empty since.
         """
 
-        def has(sent: Sent | None, name: str) -> bool:
+        def has(sent: Pieces | None, name: str) -> bool:
             if sent is None or sent.generation != generations.get(name):
                 return False
             told = heard(name) if sent.computed else None
             return told is None or sent.at_s >= told.emptied_s
 
-        def certainty(sent: Sent, name: str) -> Certainty:
+        def certainty(sent: Pieces, name: str) -> Certainty:
             if not sent.computed:
                 return "predicted"
             # Without events, or if they may be among those that were lost, nothing will tell more of it.
             told = heard(name)
             return "degraded" if told is None or told.missed_s >= sent.at_s else "unconfirmed"
 
-        counts: dict[str, tuple[int, Sent]] = {}
-        alive: Iterable[str] | None = None
-        for number, key in enumerate(keys):
+        counts: dict[str, tuple[int, Pieces]] = {}
+        alive: dict[str, Pieces] = {}
+        before = None
+        for number, key in enumerate((*keys, b"")):
             engines = self._sent.get(key, {})
-            alive = [name for name in (engines if alive is None else alive) if has(engines.get(name), name)]
+            if engines == before:  # mostly all pieces were sent together
+                continue
+            counts.update((name, (number, sent)) for name, sent in alive.items())
+            alive = {
+                name: engines[name] for name in (alive if number else engines) if has(engines.get(name), name)
+            }
             if not alive:
                 break
-            counts.update((name, (number + 1, engines[name])) for name in alive)
+            before = engines
         return [
             Copy(
                 engine=name,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.gateway.prefixes import PIECE_BYTES, PIECE_TOKENS, Prefixes, keys_of
 
-TEXTS = st.lists(st.sampled_from("abc"), max_size=6).map("".join)
+TEXTS = st.lists(st.sampled_from("ab"), max_size=4).map("".join)
 """Each letter stands for a whole piece."""
 CALLS = st.lists(
     st.tuples(st.sampled_from(("sent", "computed", "failed", "restarted")), st.sampled_from("xy"), TEXTS),
@@ -22,6 +22,7 @@ def keys(text: str, context: bytes = b"m") -> list[bytes]:
     return keys_of([context], b"".join(letter.encode() * PIECE_BYTES for letter in text))
 
 
+@settings(max_examples=400)
 @given(CALLS, TEXTS)
 def test_an_engine_has_the_longest_beginning_that_it_was_sent(calls, asked_for):
     prefixes, generations = Prefixes(), {"x": 0, "y": 0}
@@ -38,19 +39,22 @@ def test_an_engine_has_the_longest_beginning_that_it_was_sent(calls, asked_for):
                     del model[engine][one]
         else:
             computed = what == "computed"
-            prefixes.note(keys(text), engine, generations[engine], float(number), computed=computed)
+            sent = prefixes.note(keys(text), engine, generations[engine], float(number))
+            if computed:
+                prefixes.computed(sent, keys(text), engine, float(number))
             for one in beginnings:
                 model[engine][one] = model[engine].get(one, False) or computed
-    expected = {}
-    for engine, known in model.items():
-        count = 0
-        while count < len(asked_for) and asked_for[: count + 1] in known:
-            count += 1
-        if count:
-            certainty = "degraded" if known[asked_for[:count]] else "predicted"
-            expected[engine] = (count * PIECE_TOKENS, certainty)
-    copies = prefixes.copies(keys(asked_for), generations, 100.0)
-    assert {copy.engine: (copy.tokens, copy.certainty) for copy in copies} == expected
+    for asked in {asked_for, *(text[:end] for _, _, text in calls for end in range(len(text) + 1))}:
+        expected = {}
+        for engine, known in model.items():
+            count = 0
+            while count < len(asked) and asked[: count + 1] in known:
+                count += 1
+            if count:
+                certainty = "degraded" if known[asked[:count]] else "predicted"
+                expected[engine] = (count * PIECE_TOKENS, certainty)
+        copies = prefixes.copies(keys(asked), generations, 100.0)
+        assert {copy.engine: (copy.tokens, copy.certainty) for copy in copies} == expected
 
 
 def test_the_longest_unused_pieces_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,3 +106,13 @@ def test_what_an_engine_was_sent_before_events_were_lost_counts_as_without_event
     prefixes.forget(keys("abc"), "x")
     prefixes.note(keys("abc"), "x", 0, 15.0, computed=False)
     assert found(16.0)[0] == "predicted"
+
+
+def test_pieces_that_another_request_took_back_are_there_once_they_are_computed() -> None:
+    prefixes = Prefixes()
+    sent = prefixes.note(keys("ab"), "x", 0, 1.0)
+    prefixes.note(keys("a"), "x", 0, 2.0)
+    prefixes.take_back(keys("a"), "x")
+    prefixes.computed(sent, keys("ab"), "x", 3.0)
+    [copy] = prefixes.copies(keys("ab"), {"x": 0}, 3.0)
+    assert copy.tokens == 2 * PIECE_TOKENS
