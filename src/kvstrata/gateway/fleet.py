@@ -243,7 +243,10 @@ class Fleet:
 
     def target(self, name: str) -> ServingEngine | None:
         """The engine, or the rank of one, that has a name."""
-        engine = self.engines.get(name) or self.engines.get(name.rpartition("@")[0])
+        engine = self.engines.get(name)
+        if engine is not None and not engine.ranks:
+            return engine
+        engine = engine or self.engines.get(name.rpartition("@")[0])
         targets = (engine, *engine.ranks) if engine is not None else ()
         return next((one for one in targets if one.name == name), None)
 

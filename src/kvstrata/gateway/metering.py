@@ -110,9 +110,10 @@ class Meters(Numbers):
         return series
 
     def _times_of(self, model: str) -> Times:
-        if model not in self.times and len(self.times) >= MAX_MODELS:
-            model = OTHER
-        return self.times.setdefault(model, Times())
+        if model not in self.times:
+            model = model if len(self.times) < MAX_MODELS else OTHER
+            self.times.setdefault(model, Times())
+        return self.times[model]
 
     def end(self, request: Request) -> None:
         """Count a request that has ended."""

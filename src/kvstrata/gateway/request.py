@@ -251,13 +251,10 @@ class Requests:
             contract=parts.settings.split if splits else "",
         )
         request.wanted = await parts.controllers.told(wanted)
-        # Engines that Envoy does not let the picker choose, or that are known by a name only.
-        request.without = frozenset(
-            one
-            for one in parts.fleet
-            if not (endpoint := endpoint_of(one.place.address))
-            or (subset is not None and endpoint not in subset)
-        )
+        if subset is not None:  # Envoy does not let the picker choose others
+            request.without = frozenset(
+                one for one in parts.fleet if endpoint_of(one.place.address) not in subset
+            )
         choice = await parts.admission.admitted(request)
         if isinstance(choice, Failure):
             return choice
@@ -301,9 +298,9 @@ class Requests:
         yielded = {endpoint_of(first.place.address)}
         yield from yielded
         best = choice.decision.alternatives if choice.decision is not None else []
-        targets = {one.name: one for one in fleet.targets(request.asked.model, request.without).targets}
-        next_best = (targets[one.engine] for one in best if one.engine in targets)
-        for target in itertools.chain(next_best, _least_loaded(targets.values())):
+        next_best = filter(None, (fleet.target(one.engine) for one in best))
+        targets = fleet.targets(request.asked.model, request.without).targets
+        for target in itertools.chain(next_best, _least_loaded(targets)):
             process, endpoint = target.process, endpoint_of(target.place.address)
             if helper is not None and not may_hand_over(choice.wanted.contract, helper, target.load):
                 continue  # it would wait in vain

@@ -65,7 +65,7 @@ class Question(asyncio.Protocol):
 
     def __init__(self, front: Front) -> None:
         self._front = front
-        self._received = bytearray()
+        self._received: bytes | bytearray = b""
         self._head: tuple[str, str, dict[bytes, bytes]] | None = None
         """Method, target and headers of a question that arrives."""
         self._begins = 0
@@ -79,12 +79,17 @@ class Question(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._front.open.discard(self)
         self._front.held_bytes -= len(self._received)
-        self._received.clear()
+        self._received = b""
         if self._task is not None:
             self._task.cancel()
 
     def data_received(self, data: bytes) -> None:
-        self._received += data
+        if not self._received:  # mostly a question comes whole
+            self._received = data
+        else:
+            if isinstance(self._received, bytes):
+                self._received = bytearray(self._received)
+            self._received += data
         self._front.held_bytes += len(data)
         if self._front.held_bytes > MAX_HELD_BYTES:
             self.transport.abort()
@@ -108,7 +113,7 @@ class Question(asyncio.Protocol):
         if self._task is None and len(self._received) >= self._begins + self._length:
             body = bytes(memoryview(self._received)[self._begins : self._begins + self._length])
             self._front.held_bytes -= len(self._received)
-            self._received.clear()
+            self._received = b""
             (method, target, headers), self._head = self._head, None
             self._task = asyncio.get_running_loop().create_task(self._answer(method, target, headers, body))
 

@@ -107,16 +107,19 @@ class Tokens(Numbers):
         """The token ids of a request's prompt, unless they are not known in time."""
         base = self._base(model)
         known = Known(None, "degraded" if base in self.degraded else "unknown_model")
-        try:
-            async with asyncio.timeout(self.settings.deadline_ms / 1_000):
-                if base not in self.degraded:
+        renders = self.settings.render and path in RENDERED
+        if base not in self.degraded and (renders or base in self.tokenizers):
+            try:
+                async with asyncio.timeout(self.settings.deadline_ms / 1_000):
                     if base in self.tokenizers:
                         known = await self._tokenized(path, body, base, tenant)
-                    if known.ids is None and self.settings.render and path in RENDERED:
+                    if known.ids is None and renders:
                         known = await self._rendered(path, body, model) or known
-        except TimeoutError:
-            known = known if known.ids is not None else Known(None, "late")
+            except TimeoutError:
+                known = known if known.ids is not None else Known(None, "late")
         self.counts[self._name(base), known.how] += 1
+        if known.ids is None:
+            return known
         # The gateway's own parameters would stand beside those of the request.
         passes = self.settings.pass_ids and path == CHAT and b'"kv_transfer_params"' not in body
         return known._replace(passes=passes and bool(known.ids))
