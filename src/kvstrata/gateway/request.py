@@ -4,9 +4,9 @@
        └────▶ refused                                Envoy answers the client with the refusal
 
 1. Whatever comes of a request, what it holds goes back once: its place at the engine, its tenant's, its tokens.
-2. A request that Envoy has ended without a word of its number (the client went before the choice had come to Envoy) is
-   found by Envoy's name of it, also if Envoy's word comes before the request, and otherwise by Envoy's own count of
-   requests, or since the log tells of each request again and again (`Requests.lost`).
+2. A request that Envoy has ended without a word of its number (the client went before the choice had come to Envoy, or
+   the choice came too late) is found by Envoy's name of it, also if Envoy's word comes before the request, and otherwise
+   by Envoy's own count of requests, or since the log tells of each request again and again (`Requests.lost`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Request:
         self.arrived_s = self.heard_s = arrived_s
         """When it came, and when something was heard of it for the last time."""
         self.left = False
-        """Whether its client went before the choice of its engine."""
+        """Whether Envoy ended it before the choice of its engine."""
         self.body_bytes = 0
         self.tenant: Tenant | None = None
         """Who has sent it; None: clients need no key."""
@@ -322,21 +322,27 @@ class Requests:
     def told(self, marks: Marks, now_s: float) -> None:
         """Envoy tells of a request."""
         request = self._by_number.get(marks.number)
-        if request is None and marks.number < 0 and marks.stream and marks.outcome == CANCELLED:
-            request = self._by_stream.get(marks.stream)
-            if request is None:
-                self._gone[marks.stream] = None
-                if len(self._gone) > MAX_GONE:
-                    self._gone.popitem(last=False)
         if request is None:
+            if marks.number < 0 and marks.is_end and marks.stream:
+                self._unread(marks.stream)
             return
         request.heard_s = now_s
-        if request.number not in self._by_number:
-            request.left = True
-        elif marks.is_end:
+        if marks.is_end:
             self._ended(request, marks)
         elif marks.first_s:
             self._first(request, now_s)
+
+    def _unread(self, stream: str) -> None:
+        """Envoy has ended a request without its choice: the client went, or the choice came too late."""
+        request = self._by_stream.get(stream)
+        if request is None:
+            self._gone[stream] = None
+            if len(self._gone) > MAX_GONE:
+                self._gone.popitem(last=False)
+        elif request.number in self._by_number:
+            self.end(request, CANCELLED)
+        else:
+            request.left = True
 
     def lost(self, before_s: float) -> int:
         """Those of which nothing was heard since then have ended unnoticed. Returns how many there were."""

@@ -9,9 +9,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
-from tests.harness.scripted_engine import Got, Line, ScriptedEngine, delta
+from tests.harness.gateway_process import GatewayProcess
+from tests.harness.scripted_engine import Got, Line, ScriptedEngine, chat, delta
 from tests.harness.waiting import eventually_async
 from tests.integration.gateway.conftest import at_rest, folder_of, status_of
 from tests.integration.gateway.test_door import bearer, tenants
@@ -44,16 +46,38 @@ async def test_the_gateway_and_its_envoy_end_together(start, session):
     assert await asyncio.to_thread(gateway.stop) == 0 and not runs(pid)
 
 
+async def endless(got: Got, line: Line) -> None:
+    """Answer with one token, and then none."""
+    await line.begin()
+    await line.event(delta("a"))
+    await line.gone()
+
+
+async def only_one_is_under_way(gateway: GatewayProcess, session: aiohttp.ClientSession) -> None:
+    def counted(page: dict[str, Any]) -> bool:
+        counts = page["gateway"]["in_flight"], sum(one["in_flight"] for one in page["engines"])
+        assert min(counts), "the one that is under way is not counted any more"
+        return counts == (1, 1)
+
+    await gateway.until(session, "the others are forgotten", counted)
+
+
 @pytest.mark.usefixtures("patience_of_production")  # a busy machine changes which requests pass unasked only
-async def test_requests_pass_a_picker_that_is_frozen_and_are_counted_when_it_goes_on(start, session):
-    engines = [ScriptedEngine(), ScriptedEngine()]
+async def test_requests_pass_a_picker_that_is_frozen_and_none_stays_counted(start, session):
+    async def behaviour(got: Got, line: Line) -> None:
+        await (endless if got.document.get("stream") else chat)(got, line)
+
+    engines = [ScriptedEngine(behaviour=behaviour), ScriptedEngine(behaviour=behaviour)]
     gateway = await start(*engines)
-    assert await status_of(session.post(gateway.url + CHAT, json=ask())) == 200
-    with gateway.frozen():
-        answers = [status_of(session.post(gateway.url + CHAT, json=ask())) for _ in range(20)]
-        assert await asyncio.gather(*answers) == [200] * 20
+    async with session.post(gateway.url + CHAT, json=ask(True)) as other:
+        await other.content.readuntil(b"\n\n")
+        with gateway.frozen():
+            answers = [status_of(session.post(gateway.url + CHAT, json=ask())) for _ in range(20)]
+            assert await asyncio.gather(*answers) == [200] * 20
+        assert await status_of(session.post(gateway.url + CHAT, json=ask())) == 200
+        await only_one_is_under_way(gateway, session)
     await at_rest(gateway, session)
-    assert sum(len(engine.got) for engine in engines) == 21
+    assert sum(len(engine.got) for engine in engines) == 22
 
 
 @pytest.mark.usefixtures("patience_of_production")
@@ -107,13 +131,6 @@ async def test_headers_of_envoy_and_of_the_picker_that_a_client_sends_change_not
 
 
 async def test_a_client_that_leaves_while_its_engine_is_chosen_is_forgotten(start, session, tmp_path):
-    """With the queue: its request waits in the picker."""
-
-    async def endless(got: Got, line: Line) -> None:
-        await line.begin()
-        await line.event(delta("a"))
-        await line.gone()
-
     gateway, same = await start(ScriptedEngine(behaviour=endless)), {"x-request-id": "same"}
     async with session.post(gateway.url + CHAT, json=ask(True), headers=same) as other:
         await other.content.readuntil(b"\n\n")
@@ -121,10 +138,7 @@ async def test_a_client_that_leaves_while_its_engine_is_chosen_is_forgotten(star
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(number % 40 / 10_000):
                     await status_of(session.post(gateway.url + CHAT, json=ask(True), headers=same))
-        await gateway.until(session, "they are forgotten", lambda page: page["gateway"]["in_flight"] <= 1)
-        assert (await gateway.status(session))["gateway"]["in_flight"] == 1, (
-            "the other request of this id is under way"
-        )
+        await only_one_is_under_way(gateway, session)
     await at_rest(gateway, session)
 
 
