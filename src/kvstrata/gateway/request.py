@@ -5,8 +5,8 @@
 
 1. Whatever comes of a request, what it holds goes back once: its place at the engine, its tenant's, its tokens.
 2. A request that Envoy has ended without a word of its number (the client went before the choice had come to Envoy, or
-   the choice came too late) is found by Envoy's name of it, also if Envoy's word comes before the request, and otherwise
-   by Envoy's own count of requests, or since the log tells of each request again and again (`Requests.lost`).
+   the choice came too late) is found by Envoy's name of it, also if its end is told before it comes, and otherwise by
+   Envoy's own count of requests, or since the log tells of each request again and again (`Requests.lost`).
 """
 
 from __future__ import annotations
