@@ -206,6 +206,37 @@ def test_what_becomes_of_a_chunk(event, planned, cancelled):
     assert world.step().cancel == set(), "a store is cancelled once"
 
 
+def test_chunks_of_an_adapter_that_has_been_replaced_meanwhile_are_not_stored():
+    for replaced in (False, True):
+        world = World()
+        side, adapter = world.side, SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="/a")
+        request = make_request(2 * CHUNK, lora_request=adapter)
+        side.on_new_request(request)
+        [(number, _)] = world.step().weigh_adapters
+        side.heard([WorkerReport(1, adapters=[(number, "content")])], [], [])
+        assert ask(side, request)[0] == 0
+        world.tables[request.request_id] = world.pool.take(2 * CHUNK // BLOCK)
+        assert world.step([(request, 0, 2 * CHUNK)]).stores == []
+        world.end(request)
+        if replaced:
+            side.heard([WorkerReport(2, adapters=[(number, "")])], [], [])
+        world.exhaust(left=0)
+        assert chunks(world.step()) == (0 if replaced else 2)
+
+
+def test_what_a_preempted_request_computes_again_is_stored_from_its_new_blocks():
+    world = World()
+    request, _ = world.start(2 * CHUNK)
+    world.step(preempted=[request.request_id])
+    world.pool.reset()
+    assert ask(world.side, request)[0] == 0
+    table = world.tables[request.request_id] = world.pool.take(2 * CHUNK // BLOCK)
+    world.step([(request, 0, 2 * CHUNK)])
+    world.end(request)
+    world.exhaust(left=0)
+    assert [store.blocks for store in world.step().stores] == [table]
+
+
 def test_a_store_may_be_cancelled_until_every_worker_has_read_its_blocks():
     world = World(world_size=2)
     world.ended(2 * CHUNK)

@@ -301,6 +301,7 @@ def test_what_an_adapter_was_before_it_was_replaced_is_not_mixed_with_what_it_is
     assert workers.stored(None, computed=BLOCK) != []
     second = workers.name(lora)
     assert second != first
+    assert workers.step([(running, 84, 1)]).stores == [], "it has computed with both"
     side.reset(engine_empty=True)
     assert workers.stored(lora, computed=BLOCK) != []
 
@@ -330,6 +331,19 @@ def test_an_engine_that_can_name_its_weights_in_no_way_shares_with_no_other_star
         side.heard([WorkerReport(plan.step, weights=(plan.weigh, *told)) for _ in range(2)], [], [])
         identities.add(Workers(side).stored())
     assert len(identities) == 2 and RequestIdentity() not in identities
+
+
+def test_what_another_connector_loads_is_not_stored_once_weights_without_a_name_have_changed():
+    workers = Workers(side_of_unnamed_weights())
+    for weights, n_stores in (("first", 1), ("second", 0)):
+        workers.side.reset(engine_empty=True)
+        workers.now = weights
+        workers.stored()
+        request = arrive(workers.side, 40)
+        assert ask(workers.side, request) == (0, False)
+        workers.side.allocated(request, [list(range(1, 20))], 0)
+        workers.step([(request, 16, 24)])  # another connector has loaded the first 16
+        assert len(workers.step([(request, 40, 1)]).stores) == n_stores
 
 
 def test_a_model_that_brings_weights_of_its_own_is_named_by_samples_too():

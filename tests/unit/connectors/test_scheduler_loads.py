@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvstrata.connectors.vllm.metadata import SKIP_BLOCK
+from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, WorkerReport
 from kvstrata.types import EXTENT
-from tests.harness.scheduler_side import ask, planned_loads, scene
+from tests.harness.scheduler_side import ask, planned_loads, scene, step
 
 
 def test_a_load_names_the_missing_blocks_and_skips_the_computed_ones():
@@ -26,3 +26,12 @@ def test_a_load_stays_synchronous_or_asynchronous_as_promised_when_vllm_takes_fe
     assert ask(side, request) == (32, asynchronous)
     (load,) = planned_loads(side, request, 20, [list(range(1, 20))])
     assert load.asynchronous == asynchronous and load.blocks == [1, 2, 3, 4, 5, SKIP_BLOCK]
+
+
+def test_what_is_computed_again_after_a_failed_load_is_stored_again():
+    _, side, request = scene(40, hits=4)
+    tokens, _ = ask(side, request)
+    planned_loads(side, request, tokens, [list(range(1, 20))])
+    side.heard([WorkerReport(1)], [], {5})
+    (store,) = step(side, [(request, 16, 24)]).stores
+    assert store.blocks == list(range(5, 11))

@@ -66,6 +66,19 @@ def lost(side):
         step(side)
 
 
+def failed(side, request, plan):
+    """The request ends while its last chunks wait for a load of two workers, which fails."""
+    other = arrive(side, CHUNK + 1)
+    side.matched_tokens(other, 0)
+    side.allocated(other, TABLE, CHUNK)
+    loading = step(side, [(request, HALF, TOKENS - HALF), (other, CHUNK, 1)])
+    for ended in (request, other):
+        side.finished(ended, TABLE)
+    side.heard(2 * [report(plan.stores)], [], [])
+    assert side.stores.promised
+    side.heard(2 * [WorkerReport(loading.step)], [], {1})
+
+
 ENDS = {
     "preempted": lambda side, request, plan: step(side, preempted=[request.request_id]),
     "aborted": lambda side, request, plan: (side.finished(request, TABLE), side.heard([report(plan.stores)], [], [])),
@@ -79,13 +92,15 @@ ENDS = {
     ),
     "stale": lambda side, request, plan: (side.reset(engine_empty=False), step(side, [(request, HALF, CHUNK)])),
     "a report is lost": lambda side, request, plan: lost(side),
+    "a load fails": failed,
     "turned off": lambda side, request, plan: side.turn_off().take_events(),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_promise_ends_with_what_ends_the_stores(end):
-    client, side, request = sharing(hits=1 if end == "a report is lost" else 0)
+    loads = end in ("a report is lost", "a load fails")
+    client, side, request = sharing(hits=int(loads), world_size=2 if end == "a load fails" else 1)
     plan = step(side, [(request, 0, HALF)])
     assert client.promised
     ENDS[end](side, request, plan)

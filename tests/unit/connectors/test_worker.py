@@ -61,6 +61,12 @@ def test_blocks_are_reported_as_read_once_before_the_server_has_confirmed_the_st
     assert (report.gathered, report.stored) == ([], [(1, 0b11)])
 
 
+def test_only_stores_of_reused_blocks_and_of_preempted_requests_are_cancelled(fake, side):
+    step(side, StepPlan(1, stores=[store_of(1), store_of(2), store_of(3, request="preempted")]))
+    side.before_step(StepPlan(2, cancel={1}, preempted={"preempted"}))
+    assert [job.cancelled for _, _, job in fake.stores] == [True, False, True]
+
+
 def test_a_request_is_read_once_all_its_stores_have_gathered(fake, side):
     step(side, StepPlan(1, stores=[store_of(1), store_of(2)]))
     assert side.has_read("other", 1.0) and fake.now_s == 0.0
@@ -146,6 +152,18 @@ def test_a_broken_worker_says_so_in_each_report(fake, device_side):
 # -- a step that is reported before its stores begin ----------------------------------------------------------------
 
 
+def test_a_failed_load_is_in_the_report_of_its_own_step_and_nothing_of_the_step_is_stored(fake, device_side):
+    fake.next_failed = {0}
+    device_side.before_step(StepPlan(1, loads=[load_of()], stores=[store_of(1)]))
+    device_side.start_loads(layerwise=True)
+    for layer in fake.sections:
+        device_side.wait_layer(layer)
+    device_side.finished()
+    assert (device_side.report().failures, device_side.take_bad_blocks()) == (1, {4})
+    device_side.start_stores()
+    assert fake.stores == []
+
+
 # -- vLLM's sleep mode: the memory of the blocks is taken away and comes back -----------------------------------------
 
 
@@ -164,11 +182,13 @@ def test_no_copy_runs_or_begins_while_the_memory_of_the_blocks_is_unmapped(fake,
     assert len(fake.loads) == len(fake.stores) == 1
     assert sorted(report.dropped) == [1, 2] and {8, 9, 10, 11} <= bad and {"a", "c"} == received
     assert {lease.seq for lease in fake.released} == {2, 3}
+    report, *_ = step(side, StepPlan(3, stores=[store_of(3)], failures_seen=1))
+    assert report.dropped == [3] and len(fake.stores) == 1
 
     side.suspend()
     side.resume()
     fake.next_takes_s = 0.0
-    step(side, StepPlan(3, stores=[store_of(3)], failures_seen=1))
+    step(side, StepPlan(4, stores=[store_of(4)], failures_seen=1))
     assert len(fake.stores) == 2
 
 
