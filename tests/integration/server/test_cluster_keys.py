@@ -252,30 +252,6 @@ def test_a_server_comes_back_by_itself_when_the_one_that_superseded_it_is_killed
         assert cluster_of(first)["member"]
 
 
-@pytest.mark.long
-def test_a_server_without_the_key_of_its_id_is_refused_until_an_admin_lets_the_id_be_forgotten(
-    tmp_path, controller
-):
-    with (
-        server(tmp_path / "rightful", controller.ports["reply"], "ours") as rightful,
-        server(tmp_path / "other", controller.ports["reply"], "ours") as other,
-    ):
-        rightful.start()
-        until(lambda: live(controller))
-        key = tmp_path / "rightful" / "state" / "kvstrata" / "members" / "ours.key"
-        assert stat.S_IMODE(key.stat().st_mode) == 0o600
-        other.start()
-        other.expect("controller_refuses", "code=wrong_key")
-        rightful.kill()
-        rightful.start()
-        until(lambda: live(controller).get("pid") == rightful.pid)
-        rightful.kill()
-        until(lambda: ours(controller)["state"] == "dead")
-        assert not cluster_of(other)["member"]
-        controller.ask("/v1/instances/ours", method="DELETE")
-        until(lambda: live(controller).get("pid") == other.pid)
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Keys of a controller and of the members `a` and `b`."""

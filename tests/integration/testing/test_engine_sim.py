@@ -316,21 +316,6 @@ def test_engines_go_on_when_the_server_is_killed(server: ServerProcess, start: C
     until_hit(first, second, 6000)
 
 
-def test_a_request_waits_for_the_engine_that_is_said_to_compute_its_prompt(server, start):
-    first, second = (start() for _ in range(2))
-    until_hit(first, second, 60_000)
-    whole = prompt(69_000, 4_000)
-
-    def waits_now() -> Any:
-        return server.get("/v1/status")["promises"]["waits_now"]
-
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        waiting = pool.submit(second.ask, whole, kv_transfer_params={"kvstrata.wait_ms": 60_000})
-        eventually("the decoding engine waits", lambda: waits_now() or waiting.done())
-        assert first.ask(whole) == 0
-        assert waiting.result(PATIENCE_S) >= 4_000 - CHUNK
-
-
 SLOW = ("--prefill-token-us", "1000", "--max-num-batched-tokens", "1024")
 
 
