@@ -174,7 +174,7 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):
-    """How the chosen engine should get the prefix: out of its own cache and, unless `load_tokens` is 0, by a load."""
+    """How an engine should get the prefix: out of its own cache and, unless `load_tokens` is 0, by a load."""
 
     cached_tokens: int
     """The prefix that need not be computed if all goes as expected."""
@@ -182,6 +182,9 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     source: str = ""
     load_tokens: int = 0
     load_s: float = 0.0
+    compute_s: float = 0.0
+    spared_s: float = 0.0
+    """What a further copy of the prefix is worth."""
     ttft_s: float = 0.0
     """Expected, by the measured rates."""
 

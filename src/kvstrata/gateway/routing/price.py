@@ -77,41 +77,12 @@ MAX_NAMES = 1 << 16
 _NO_PATH = LoadPath(latency_s=0.0, tokens_s=1.0)
 
 
-class Estimate(NamedTuple):
-    """What a request costs at one engine by its best way, in seconds."""
-
-    queue_s: float
-    load_s: float
-    compute_s: float
-    copy: Copy | None
-    """What the way begins with; None: what the engine's cache has for certain."""
-    cached_tokens: int
-    load_tokens: int
-    spared_s: float
-    """What a further copy is worth."""
-
-    @property
-    def ttft_s(self) -> float:
-        """Until the first token."""
-        return self.queue_s + self.load_s + self.compute_s
-
-    @property
-    def way(self) -> Way:
-        """The way, as decisions name it."""
-        tier, source = (self.copy.tier, self.copy.source) if self.copy else ("l0", "")
-        return Way(
-            cached_tokens=self.cached_tokens, tier=tier, source=source, load_tokens=self.load_tokens,
-            load_s=self.load_s, ttft_s=self.ttft_s,
-        )  # fmt: skip
-
-
 class Prefill(NamedTuple):
     """What it costs if an engine computes the prompt for another."""
 
     cost: float
     engine: EngineState
-    found: Estimate
-    ttft_s: float
+    way: Way
     others_s: float
     """What it costs those beside it, less what a further copy is worth."""
 
@@ -166,7 +137,7 @@ class View:
         """How likely the answer of an engine is to be too slow, where it matters."""
         self._late: dict[int, float] = {}
         """How likely a first token is to be late, of those whose costs are exact."""
-        self._ways: dict[int, Estimate] = {}
+        self._ways: dict[int, Way] = {}
         """The best of those that have several."""
         self._places: dict[str, list[int]] = {}
         """Who may compute it for another, as indices in `everyone`, by instance; "": all of them."""
@@ -234,7 +205,7 @@ class View:
             one, missed, chance = self.everyone[at], 0.0, 0.0
             if ways and at not in self._ways and (self.shared or one.name in self.own):
                 way = self._ways[at] = self._way(at)
-                compute_s, wait_s = way.compute_s, way.queue_s + way.load_s
+                compute_s, wait_s = way.compute_s, way.ttft_s - way.compute_s
                 self._prefills[at] = wait_s + (compute_s - way.spared_s) * (1.0 + self.share * one.running)
             elif at in late:
                 continue
@@ -283,7 +254,7 @@ class View:
                 break
             one = self.engines[at]
             own = self._places.get(one.instance, ()) if leg.engine.instance != one.instance else ()
-            more_s = max(0.0, one.queue_s(now_s) - leg.ttft_s)
+            more_s = max(0.0, one.queue_s(now_s) - leg.way.ttft_s)
             if own and "peer" in one.paths:
                 lacks = self._lacks.get(one.name, self._usual) - rest
                 more_s += _handed_s(one, lacks, now_s, far=True) - _handed_s(one, lacks, now_s)
@@ -327,17 +298,17 @@ class View:
         answer_s = self.request.answer_tokens * engine.token_s
         others_s = engine.running * (way.compute_s - way.spared_s)
         missed = self._missed(at, way.compute_s, way.ttft_s)
-        terms = {"queue_s": way.queue_s, "load_s": way.load_s, "compute_s": way.compute_s}
+        terms = {"queue_s": engine.queue_s(self.now_s), "load_s": way.load_s, "compute_s": way.compute_s}
         if missed:
             terms["missed"] = missed
         if self.share:
             terms |= {"answer_s": answer_s, "others_s": others_s, "spared_s": way.spared_s}
         terms["cached_tokens"] = way.cached_tokens
         if split is None:
-            return terms, way.way, None
+            return terms, way, None
         alone_s = way.ttft_s - way.spared_s + self.share * (answer_s + others_s) + MISSED_S * missed
         terms |= {"alone_s": alone_s, "split_s": split.cost}
-        return terms, split.way, Leg(engine=split.prefill.engine.name, way=split.prefill.found.way)
+        return terms, split.way, Leg(engine=split.prefill.engine.name, way=split.prefill.way)
 
     def _missed(self, at: int, prompt_s: float, ttft_s: float) -> float:
         """How many requests are expected to miss their classes at an engine that computes so long, and answers."""
@@ -349,7 +320,7 @@ class View:
         within_s = self.request.within_s
         return 0.5 * math.erfc((within_s - ttft_s) * SQRT_HALF / (LATE_DOUBT * within_s)) if within_s else 0.0
 
-    def _way(self, at: int) -> Estimate:
+    def _way(self, at: int) -> Way:
         """Return the cheapest way at one engine; of equally cheap ones the first."""
         engine, knowledge, tokens = self.everyone[at], self.knowledge, self.request.tokens
         token_s = 1.0 / engine.prefill_tokens_s
@@ -360,7 +331,8 @@ class View:
         held = min(knowledge.cached.get(engine.name, 0), most)
         expected_held: float = held
         load_s, compute_s = 0.0, token_s * (tokens - held)
-        copy, cached_tokens, load_tokens = None, held, 0
+        copy: Copy | None = None
+        cached_tokens, load_tokens = held, 0
         # Its own cache first: a load brings only what is beyond that.
         for one in own:
             if one.tier != "l0":
@@ -391,7 +363,11 @@ class View:
                 load_s, compute_s = wait_s, seconds
                 copy, cached_tokens, load_tokens = one, cached, cached - held
         spared_s = token_s * self.spared * max(0, self.held - cached_tokens)
-        return Estimate(queue_s, load_s, compute_s, copy, cached_tokens, load_tokens, spared_s)
+        tier, source = (copy.tier, copy.source) if copy is not None else ("l0", "")
+        return Way(
+            cached_tokens=cached_tokens, tier=tier, source=source, load_tokens=load_tokens, load_s=load_s,
+            compute_s=compute_s, spared_s=spared_s, ttft_s=queue_s + load_s + compute_s,
+        )  # fmt: skip
 
     def _leg(self, place: str) -> Prefill:
         """Return the engine of an instance, or of all, that computes the prompt for the least; remembered."""
@@ -404,7 +380,7 @@ class View:
             at = able[best]
             one, way = self.everyone[at], self._ways.get(at) or self._way(at)
             others_s = costs[at] - way.ttft_s - MISSED_S * self._late.get(at, 0.0)
-            self._legs[place] = Prefill(costs[at], one, way, way.ttft_s, others_s)
+            self._legs[place] = Prefill(costs[at], one, way, others_s)
         return self._legs[place]
 
     def _split(self, at: int, leg: Prefill) -> Split | None:
@@ -421,7 +397,7 @@ class View:
             return None
         is_far = self.contract == "kvstrata" and leg.engine.instance != one.instance
         load_s, rest_s = _handed_s(one, lacks, self.now_s, far=is_far), rest / one.prefill_tokens_s
-        ttft_s = max(leg.ttft_s, one.queue_s(self.now_s)) + HANDOVER_S + load_s + rest_s
+        ttft_s = max(leg.way.ttft_s, one.queue_s(self.now_s)) + HANDOVER_S + load_s + rest_s
         own_s = self.share * (one.running * rest_s + self.request.answer_tokens * one.token_s)
         cost = ttft_s + leg.others_s + own_s + MISSED_S * self._missed(at, rest_s, ttft_s)
         tier: Tier = "peer" if is_far else "l1"

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvstrata.gateway.routing.model import NEVER_S, EngineState
@@ -48,31 +49,35 @@ SHARE_S, MOST_SHARE = 10.0, 0.9
 """Prompts of about the last seconds tell which share of its time an engine computes prompts."""
 
 
+@dataclass(slots=True)
 class Period:
     """A part of the time in which some prompt waits, with the prompts whose first tokens came in it."""
 
-    __slots__ = (
-        "began_s", "computed", "expected", "first_tokens", "gap_s", "moved_s", "reported", "running", "sample",
-        "seconds", "spoiled", "whole",
-    )  # fmt: skip
-
-    def __init__(self, began_s: float, running: int, *, whole: bool) -> None:
-        """`running`: requests that ran when it began. `whole`: a prompt waits whose answer comes whole."""
-        self.began_s = self.moved_s = began_s
-        self.running, self.whole = running, whole
-        self.first_tokens = self.expected = self.reported = self.computed = 0
-        self.gap_s = self.seconds = 0.0
-        """The longest time to a first token since the one before it; its length, once it is a sample."""
-        self.spoiled = False
-        """Something in it is not known: a prompt failed, or was loaded."""
-        self.sample: tuple[Fit, Sample] | None = None
+    began_s: float
+    running: int
+    """Requests that ran when it began."""
+    whole: bool
+    """A prompt waits whose answer comes whole."""
+    first_tokens: int = 0
+    expected: int = 0
+    """Tokens of the prompts that were computed."""
+    reported: int = 0
+    computed: int = 0
+    """Answers that told how many tokens of their prompts were computed, and these."""
+    last_s: float = 0.0
+    gap_s: float = 0.0
+    """When its last first token came, and the longest time between two of them."""
+    seconds: float = 0.0
+    """Its length, once it is a sample."""
+    spoiled: bool = False
+    """Something in it is not known: a prompt failed, or was loaded."""
+    sample: tuple[Fit, Sample] | None = None
 
     def first_token(self, tokens: int, now_s: float) -> bool:
         """A prompt has been computed; returns whether the period may be cut here."""
         self.first_tokens += 1
         self.expected += tokens
-        self.gap_s = max(self.gap_s, now_s - self.moved_s)
-        self.moved_s = now_s
+        self.gap_s, self.last_s = max(self.gap_s, now_s - (self.last_s or self.began_s)), now_s
         return self.first_tokens >= FIRST_TOKENS and now_s - self.began_s >= GAPS * self.gap_s
 
     def spoil(self) -> None:
@@ -124,31 +129,30 @@ class Sending(NamedTuple):
 SENT = Sending()
 
 
+@dataclass(slots=True, eq=False)
 class Flight:
     """A request that was sent to an engine. Belongs to who sent it."""
 
-    __slots__ = (
-        "began_s", "computed_tokens", "ended", "held", "how", "period", "queue", "requests_s",
-        "running", "spoiled", "tokens",
-    )  # fmt: skip
-
-    def __init__(self, queue: Queue, tokens: int, how: Sending) -> None:
-        self.queue, self.how = queue, how
-        self.tokens = tokens
-        """Of the prompt, to be computed."""
-        self.held = self.running = self.ended = self.spoiled = False
-        self.period: Period | None = None
-        """In which its first token came."""
-        self.began_s = self.requests_s = 0.0
-        """When its first token came, and the engine's `requests_s` and `computed_tokens` then."""
-        self.computed_tokens = 0
+    queue: Queue
+    tokens: int
+    """Of the prompt, to be computed."""
+    how: Sending
+    held: bool = True
+    running: bool = False
+    ended: bool = False
+    spoiled: bool = False
+    period: Period | None = None
+    """In which its first token came."""
+    began_s: float = 0.0
+    requests_s: float = 0.0
+    computed_tokens: int = 0
+    """When its first token came, and the engine's `requests_s` and `computed_tokens` then."""
 
     def spoil(self) -> None:
         """How long its prompt takes tells nothing: it failed, or was loaded."""
         self.spoiled = True
-        if (
-            period := self.period or (self.queue.period if not (self.ended or self.held) else None)
-        ) is not None:
+        period = self.period or (None if self.ended or self.held else self.queue.period)
+        if period is not None:
             period.spoil()
 
     def report(self, computed_tokens: int) -> None:
@@ -191,7 +195,6 @@ class Queue:
     def send(self, tokens: int, now_s: float, how: Sending = SENT) -> Flight:
         """A request is sent, with so many tokens to compute."""
         state, flight = self.state, Flight(self, tokens, how)
-        flight.held = True
         self._pass(now_s)
         state.requests += 1
         self.ours += how.ours
@@ -210,7 +213,7 @@ class Queue:
             return
         state, flight.held, flight.tokens = self.state, False, tokens
         if self.period is None:
-            self.period, self._cut = Period(now_s, state.running, whole=False), False
+            self.period, self._cut = Period(now_s, state.running, False), False
         if not self.waiting:
             self._moved_s = now_s
         self.period.whole |= not flight.how.streams
@@ -246,7 +249,7 @@ class Queue:
             self.period.spoil()
         if self.period.first_token(flight.tokens, now_s) and oldest:
             self.period.end(now_s, self.rates, self.state.name)
-            self.period, self._cut = Period(now_s, self.state.running, whole=self._whole > 0), True
+            self.period, self._cut = Period(now_s, self.state.running, self._whole > 0), True
         self._rest(now_s)
 
     def end(self, flight: Flight, now_s: float) -> Decoded | None:
