@@ -94,18 +94,11 @@ class Choice:
     """Its prompt's pieces; None: not dispatched."""
     decoded: Decoded | None = None
     """Of an answer that has ended and came as a stream."""
-    over: bool = False
-    """Of a prompt that is computed for another engine: whether that has ended."""
 
     @property
     def way(self) -> Way | None:
         """How the engine should get the prefix; None: not planned."""
         return self.decision.way if self.decision is not None else None
-
-    def spoil(self) -> None:
-        """How long its prompt takes tells nothing."""
-        if self.flight is not None:
-            self.flight.spoil()
 
 
 class Choosing:
@@ -149,23 +142,23 @@ class Choosing:
                 if engine.name == wanted.made_by:
                     return self._choice(wanted, engine, Knowledge(), None)
         now_s = self._now_s()
+        knowledge, slo = self._knowledge(wanted, serving.generations, now_s), wanted.slo
         if returned := self._fleet.returned():
-            known = self._knowledge(wanted, serving.generations, now_s)
-            holders = {copy.engine.partition("@")[0] for copy in known.copies}
-            holders |= {name.partition("@")[0] for name in known.cached}
+            names = *knowledge.cached, *(copy.engine for copy in knowledge.copies)
+            holders = {name.partition("@")[0] for name in names}
             held_back = [
                 one for one in returned if one.name not in holders and not self._takes(one, wanted.number)
             ]
             rest = self._fleet.targets(wanted.model, (*tried, *held_back))
             serving = rest if rest.targets else serving
-        knowledge, slo = self._knowledge(wanted, serving.generations, now_s), wanted.slo
+        answer_tokens, short_tokens = self._fleet.decode_rates.answer_tokens(wanted.model)
         request = Request(
             id=wanted.word,
             tokens=wanted.tokens,
             number=wanted.number,
             session=wanted.session,
-            answer_tokens=self._fleet.decode_rates.answer_tokens(wanted.model),
-            short_tokens=self._fleet.decode_rates.short_tokens(wanted.model),
+            answer_tokens=answer_tokens,
+            short_tokens=short_tokens,
             sharing=self._sharing(wanted, knowledge),
             within_s=max(1e-3, wanted.arrived_s + slo.ttft_ms / 1_000 - now_s)
             if slo and slo.ttft_ms
@@ -302,12 +295,12 @@ class Choosing:
         """The engine begins with the prompt: with a load, if it is to have one."""
         wanted, engine, way = choice.wanted, choice.engine, choice.way
         loads = way is not None and way.load_tokens > 0
-        if way is not None and loads:
+        if way is not None and loads and choice.flight is not None:
             path, ends_s = engine.load.paths[way.tier], self._now_s() + way.load_s
             path.free_s = max(path.free_s, ends_s)
             if way.tier == "peer":
                 self._busy[way.source] = max(ends_s, self._busy.get(way.source, 0.0))
-            choice.spoil()  # the time to its first token will be that of a load
+            choice.flight.spoil()  # the time to its first token will be that of a load
         if self.teller is not None:
             self.teller.sent(
                 Sent(
@@ -323,24 +316,18 @@ class Choosing:
 
     def prefilled(self, choice: Choice, *, computed: bool) -> None:
         """The engine that computes a prompt for another one has ended: `computed`, or without. Idempotent."""
-        if choice.prefill is None or not self._leg_ends(choice.prefill, computed=computed):
+        leg = choice.prefill
+        if leg is None or leg.flight is None or leg.flight.ended:
             return
+        if computed:
+            self.first_token(leg)
+        self.ended(leg, answered=computed)
         way, flight = choice.way, choice.flight
         if flight is not None and way is not None and not (flight.ended or flight.running):
             tokens = choice.wanted.tokens
             uncached = self._uncached(choice) if computed else max(1, tokens - choice.cached_exact)
             flight.queue.begin(flight, uncached, self._now_s())
             self._begins(choice, way.load_s)
-
-    def _leg_ends(self, leg: Choice, *, computed: bool) -> bool:
-        """Whether it had not ended before."""
-        if leg.over:
-            return False
-        leg.over = True
-        if computed:
-            self.first_token(leg)
-        self.ended(leg, answered=computed)
-        return True
 
     def first_token(self, choice: Choice) -> None:
         """The engine's answer has begun."""
@@ -357,8 +344,9 @@ class Choosing:
 
     def ended(self, choice: Choice, *, answered: bool) -> None:
         """The request has ended at this engine, however. `answered`: its first token had come."""
-        if choice.prefill is not None:
-            self._leg_ends(choice.prefill, computed=False)
+        leg = choice.prefill
+        if leg is not None and leg.flight is not None and not leg.flight.ended:
+            self.ended(leg, answered=False)
         if choice.flight is not None:
             decoded = choice.flight.queue.end(choice.flight, self._now_s())
             choice.decoded = decoded if choice.wanted.streams else None
@@ -392,7 +380,7 @@ class Choosing:
         share = min(1.0, cached / prompt)
         if choice.flight is not None:
             if min(cached, choice.loadable) > choice.cached_exact:
-                choice.spoil()  # some of the prompt was loaded, so its time does not tell how fast the engine is
+                choice.flight.spoil()  # some of the prompt was loaded, so its time does not tell how fast the engine is
             # In our own count of tokens, so that no engine can make itself look fast by reporting many.
             choice.flight.report(round(wanted.tokens * (1.0 - share)))
         lacking = self.prefixes.mistaken(

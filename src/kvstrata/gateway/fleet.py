@@ -312,7 +312,7 @@ class Fleet:
         now_s = self._now_s()
         flight.queue.first_token(flight, now_s)
         if now_s >= self._rated_s + max(RATED_S, RATED_EACH_S * len(self.engines)):
-            self._rated_s, tokens = now_s, self.decode_rates.answer_tokens("")
+            self._rated_s, (tokens, _) = now_s, self.decode_rates.answer_tokens()
             for each in self._places():
                 each.queue.rate(self.decode_rates.line(each.name), tokens, now_s)
                 self._rate_paths(each.load)

@@ -128,11 +128,7 @@ class Session(LeastLoaded, frozen=True, kw_only=True, tag="session", tag_field="
 AnyPolicy = Auto | Ttft | LeastLoaded | RoundRobin | Session
 
 POLICIES: dict[str, type[AnyPolicy]] = {
-    "auto": Auto,
-    "ttft": Ttft,
-    "least_loaded": LeastLoaded,
-    "round_robin": RoundRobin,
-    "session": Session,
+    str(one.__struct_config__.tag): one for one in (Auto, Ttft, LeastLoaded, RoundRobin, Session)
 }
 """All policies by the names under which they are configured and recorded."""
 

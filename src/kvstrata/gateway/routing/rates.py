@@ -283,15 +283,10 @@ class DecodeRates:
         factor = self._fit.factor(engine)
         return Line(factor * self._fit.terms[0], factor * self._fit.terms[1])
 
-    def answer_tokens(self, model: str) -> float:
-        """The expected length of an answer; 0: nothing is known."""
-        weight, total, _ = self._lengths.get(model) or self._lengths.get("", (0.0, 0.0, 0.0))
-        return total / weight if weight else 0.0
-
-    def short_tokens(self, model: str) -> float:
-        """The harmonic mean of answers' lengths; 0: nothing is known."""
-        weight, _, inverse = self._lengths.get(model) or self._lengths.get("", (0.0, 0.0, 0.0))
-        return weight / inverse if inverse else 0.0
+    def answer_tokens(self, model: str = "") -> tuple[float, float]:
+        """The mean length of answers, and their harmonic mean; 0: nothing is known."""
+        weight, total, inverse = self._lengths.get(model) or self._lengths.get("", (0.0, 0.0, 0.0))
+        return (total / weight, weight / inverse) if weight else (0.0, 0.0)
 
 
 class LoadRates:

@@ -36,42 +36,34 @@ class Foreign(NamedTuple):
     keys: list[bytes]
 
 
-class _Other:
-    """Another gateway."""
-
-    __slots__ = ("flights", "heard_s")
-
-    def __init__(self) -> None:
-        self.heard_s = 0.0
-        self.flights: dict[int, Foreign] = {}
-
-
 class Others:
     """See the module. Belongs to the event loop."""
 
     def __init__(self, fleet: Fleet, prefixes: Prefixes, now_s: Callable[[], float]) -> None:
         self._fleet, self._prefixes, self._now_s = fleet, prefixes, now_s
-        self._others: dict[str, _Other] = {}
+        self._flights: dict[str, dict[int, Foreign]] = {}
+        self._heard_s: dict[str, float] = {}
+        """By gateway: its requests by number, and when it was heard last."""
         self.ignored = 0
         """Events and frames that exceed a bound, or name an engine that is not known here."""
 
     def __len__(self) -> int:
         """Gateways that are heard."""
-        return len(self._others)
+        return len(self._flights)
 
     @property
     def in_flight(self) -> int:
         """Requests of other gateways under way."""
-        return sum(len(other.flights) for other in self._others.values())
+        return sum(map(len, self._flights.values()))
 
     def hear(self, frame: Frame) -> None:
         """Apply a frame of another gateway. Raises ValueError, after what stands before the wrong request."""
-        if frame.gateway not in self._others and len(self._others) >= MAX_GATEWAYS:
+        if frame.gateway not in self._flights and len(self) >= MAX_GATEWAYS:
             self.ignored += 1
             return
-        other = self._others.setdefault(frame.gateway, _Other())
-        other.heard_s = self._now_s()
-        flights, stated = other.flights, {event.number for event in frame.events}
+        self._heard_s[frame.gateway] = self._now_s()
+        flights = self._flights.setdefault(frame.gateway, {})
+        stated = {event.number for event in frame.events}
         for event in frame.events:
             known = flights.get(event.number)
             if event.state in ("answered", "failed") or (known and known.engine.name != event.engine):
@@ -115,16 +107,17 @@ class Others:
     def forget_silent(self) -> list[str]:
         """Forget the gateways that have said nothing for SILENT_S; returns their names."""
         since_s = self._now_s() - patience(SILENT_S)
-        silent = [name for name, other in self._others.items() if other.heard_s < since_s]
+        silent = [name for name, heard_s in self._heard_s.items() if heard_s < since_s]
         self._forget(silent)
         return silent
 
     def clear(self) -> None:
         """Forget all gateways."""
-        self._forget(list(self._others))
+        self._forget(list(self._flights))
 
     def _forget(self, names: list[str]) -> None:
         for name in names:
-            flights = self._others.pop(name).flights
+            flights = self._flights.pop(name)
+            del self._heard_s[name]
             for number in list(flights):
                 self._ended(flights, number, answered=False)
