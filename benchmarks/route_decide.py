@@ -85,7 +85,7 @@ def decision_us(
     name: str, engines: list[EngineState], known: Knowledge, contract: Contract = "", limit_s: float = 0.0
 ) -> float:
     """Return the median over the repeats of the median time of a decision."""
-    repeats, policy = [], POLICIES[name]()
+    repeats, policy = [], POLICIES[name]
     for repeat in range(REPEATS):
         times = []
         for number in range(DECISIONS):

@@ -33,7 +33,6 @@ from benchmarks.route_fleet import (
     SEEDS,
     Case,
     Contender,
-    name_of,
     p99,
     served,
 )
@@ -59,15 +58,15 @@ BOTH = SloSettings(name="both", ttft_ms=1_000 * GOOD_S, tpot_ms=1_000 * SLOWER *
 
 def run() -> list[dict[str, Any]]:
     """Serve all loads by all policies."""
-    ours: list[Contender] = [POLICIES["auto"](), POLICIES["ttft"]()]
+    ours: list[Contender] = [POLICIES["auto"], POLICIES["ttft"]]
     policies = [*ours, *tuned()]
-    rivals = [name_of(policy) for policy in policies[len(ours) :]]
+    rivals = [policy.name for policy in policies[len(ours) :]]
     loads = {name: (case, 0.85) for name, case in {**LONG, **SHORT}.items() if name != "burst"}
     loads |= {f"hot {level:.0%}": (LONG["hot"], level) for level in LEVELS}
     rows: dict[str, dict[str, dict[str, float]]] = {}
     for load, (case, level) in loads.items():
         rows[load] = {
-            name_of(policy): row(
+            policy.name: row(
                 [
                     one
                     for seed in range(SEEDS)

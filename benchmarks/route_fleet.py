@@ -35,11 +35,11 @@ import msgspec
 
 from benchmarks.common import compared, figure, percentile, sized
 from benchmarks.route_dynamo import grid as dynamo_grid
-from benchmarks.route_formulas import GUIDE, Llmd, Lmetric, MooncakeConductor, Smg
+from benchmarks.route_formulas import GUIDE, Formula, Llmd, Lmetric, MooncakeConductor, Smg
 from benchmarks.route_gateway import Death, Oracle, Outside, Result, Run
 from benchmarks.route_loads import BURST_PREFIX, LOADS, Asked, at_rate, day, trace
 from kvstrata.config.gateway_model import SloSettings
-from kvstrata.gateway.routing.choose import POLICIES, Policy, policy_name
+from kvstrata.gateway.routing.choose import POLICIES, Policy
 from kvstrata.gateway.routing.model import Role
 from kvstrata.testing.engine_sim.engine_model import EngineModel
 
@@ -50,16 +50,14 @@ ORACLE = Oracle.name
 
 def run() -> list[dict[str, Any]]:
     """Serve all loads by all policies."""
-    policies: list[Contender] = [POLICIES["ttft"](), *tuned(), Oracle()]
+    policies: list[Contender] = [POLICIES["ttft"], *tuned(), Oracle()]
     found: dict[str, dict[str, list[Result]]] = {}
     for name, case in {**REUSE, **OTHERS}.items():
         found[name] = {
-            name_of(policy): [
-                one for seed in range(SEEDS) for one in served(policy, case, SEED + seed, REQUESTS)
-            ]
+            policy.name: [one for seed in range(SEEDS) for one in served(policy, case, SEED + seed, REQUESTS)]
             for policy in policies
         }
-    knobs = {name_of(policy): knobs_of(policy) for policy in policies}
+    knobs = {policy.name: knobs_of(policy) for policy in policies}
     rows = {load: {name: row(results) for name, results in by.items()} for load, by in found.items()}
     return [
         *reuse_figures(rows, knobs),
@@ -175,7 +173,7 @@ def burst_figure(by: dict[str, list[Result]]) -> dict[str, Any]:
     )
 
 
-Contender = Policy | Outside
+Contender = Policy | Formula | Outside
 
 ENGINES = sized(8, 3)
 REQUESTS = sized(500, 40)
@@ -191,8 +189,8 @@ GOOD_S = 1.0
 TRACE = os.environ.get("KVSTRATA_TRACE", "")
 MODEL = EngineModel()
 GRIDS: dict[str, Sequence[Contender]] = {
-    "least_loaded": [POLICIES["least_loaded"]()],
-    "session": [POLICIES["session"]()],
+    "least_loaded": [POLICIES["least_loaded"]],
+    "session": [POLICIES["session"]],
     "lmetric": [Lmetric(), Lmetric(count_queued=True)],
     "llmd": [Llmd(), GUIDE, Llmd(prefix_weight=5), Llmd(prefix_weight=2, token_load_weight=2)],
     "smg": [Smg(), Smg(cache_threshold=0.3), Smg(balance_abs_threshold=8), Smg(balance_rel_threshold=1.5)],
@@ -281,7 +279,7 @@ def met_by_hour(load: list[Asked], name: str) -> list[int]:
     fixed = int(name.split()[1]) if name.startswith("always") else 0
     roles: dict[str, Role] = {one: "prefill" if at < fixed else "decode" for at, one in enumerate(names)}
     ran = Run(
-        POLICIES["auto"](), dict.fromkeys(names, MODEL), seed=SEED, roles=roles if fixed else None,
+        POLICIES["auto"], dict.fromkeys(names, MODEL), seed=SEED, roles=roles if fixed else None,
         contract="kvstrata" if name == "may" else "", always=bool(fixed), slo=DAY_SLO,
     )  # fmt: skip
     met, end_s = [0] * HOURS, load[-1].at
@@ -294,14 +292,9 @@ def met_by_hour(load: list[Asked], name: str) -> list[int]:
 
 def knobs_of(policy: Contender) -> dict[str, Any]:
     """The knobs that a policy has."""
-    knobs: dict[str, Any]
-    knobs = dict(policy.knobs) if isinstance(policy, Outside) else msgspec.to_builtins(policy)
-    return knobs
-
-
-def name_of(policy: Contender) -> str:
-    """The name under which results are shown."""
-    return policy.name if isinstance(policy, Outside) else policy_name(policy)
+    if isinstance(policy, Policy):
+        return {}
+    return dict(policy.knobs) if isinstance(policy, Outside) else msgspec.to_builtins(policy)
 
 
 @functools.lru_cache(4)

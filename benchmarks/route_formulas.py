@@ -41,9 +41,12 @@ without a path to peers computes.
 
 from __future__ import annotations
 
-from kvstrata.gateway.routing.choose import Explained, Policy
+from typing import ClassVar
+
+import msgspec
+
 from kvstrata.gateway.routing.model import EngineState, Tier, Way
-from kvstrata.gateway.routing.price import View
+from kvstrata.gateway.routing.price import Explained, View
 
 EXCLUDED = 1e6
 """Added to the cost of engines that are not preferred; no score or wait comes near it."""
@@ -63,16 +66,23 @@ def holders(view: View, *tiers: Tier) -> dict[str, int]:
     return {name: min(tokens, view.request.tokens) for name, tokens in held.items()}
 
 
-class Formula(Policy, frozen=True, kw_only=True):
-    """Base of the policies here: their costs are of one term."""
+class Formula(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of the policies here, which `choose` takes as a Policy: their costs are of one term."""
+
+    name: ClassVar[str]
+    share: ClassVar[float] = 0.0
+    near_share: ClassVar[float] = 0.0
+    splits: ClassVar[bool] = False
 
     def explained(self, view: View, index: int) -> Explained:
         """Return the cost."""
         return Explained({"cost": self.scores(view)[index]})
 
 
-class Lmetric(Formula, frozen=True, kw_only=True, tag="lmetric", tag_field="policy"):
+class Lmetric(Formula, frozen=True, kw_only=True):
     """See the module."""
+
+    name: ClassVar[str] = "lmetric"
 
     count_queued: bool = False
 
@@ -88,8 +98,10 @@ class Lmetric(Formula, frozen=True, kw_only=True, tag="lmetric", tag_field="poli
         ]
 
 
-class Llmd(Formula, frozen=True, kw_only=True, tag="llmd", tag_field="policy"):
+class Llmd(Formula, frozen=True, kw_only=True):
     """See the module."""
+
+    name: ClassVar[str] = "llmd"
 
     prefix_weight: float = 3.0
     queue_weight: float = 2.0
@@ -135,8 +147,10 @@ GUIDE = Llmd(prefix_weight=0.0, queue_weight=0.0, token_load_weight=1.0, affinit
 """The profile of llm-d's guide to prefix-aware routing."""
 
 
-class Smg(Formula, frozen=True, kw_only=True, tag="smg", tag_field="policy"):
+class Smg(Formula, frozen=True, kw_only=True):
     """See the module."""
+
+    name: ClassVar[str] = "smg"
 
     cache_threshold: float = 0.5
     balance_abs_threshold: float = 32.0
@@ -169,8 +183,10 @@ class Smg(Formula, frozen=True, kw_only=True, tag="smg", tag_field="policy"):
         }
 
 
-class MooncakeConductor(Formula, frozen=True, kw_only=True, tag="mooncake_conductor", tag_field="policy"):
+class MooncakeConductor(Formula, frozen=True, kw_only=True):
     """See the module."""
+
+    name: ClassVar[str] = "mooncake_conductor"
 
     balancing_threshold: float = 1.0
 

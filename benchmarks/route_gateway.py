@@ -28,7 +28,7 @@ from kvstrata.gateway.prefixes import keys_of
 from kvstrata.gateway.residency.cache import Cache, decoded
 from kvstrata.gateway.residency.knowledge import Index
 from kvstrata.gateway.residency.prompt import Prompt
-from kvstrata.gateway.routing.choose import LeastLoaded, Policy
+from kvstrata.gateway.routing.choose import POLICIES, Policy
 from kvstrata.gateway.routing.model import LoadPath, Role
 from kvstrata.gateway.routing.price import ranked_first
 from kvstrata.testing.engine_sim.blocks import Sequence
@@ -163,7 +163,7 @@ class Run:
             self.index.add(engine.name)
             self.fleet.load_rates.tell(engine.name, "l1", LoadPath(latency_s=0.0, tokens_s=LOADED_TOKENS_S))
         self.outside = policy if isinstance(policy, Outside) else None
-        inside: Any = LeastLoaded() if isinstance(policy, Outside) else policy
+        inside: Any = POLICIES["least_loaded"] if isinstance(policy, Outside) else policy
         self.choosing = Choosing(inside, self.fleet, Heard(self.index), Meters({}), self.clock)
         self._coming: list[tuple[float, int, str, Any, bool]] = []
         """Events under way, as (time, number, engine, batch, whether it is lost)."""

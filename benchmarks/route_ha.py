@@ -61,7 +61,7 @@ class Gateways(Run):
     def __init__(
         self, models: dict[str, EngineModel], gateways: int, *, shares: bool, heard: bool, seed: int
     ) -> None:
-        super().__init__(POLICIES["auto"](), models, seed=seed)
+        super().__init__(POLICIES["auto"], models, seed=seed)
         self._heard = heard
         self._gateways = [self._made(models, shares=shares) for _ in range(gateways)]
         self._at = random.Random(seed)
@@ -79,7 +79,7 @@ class Gateways(Run):
         for engine in fleet.engines.values():
             fleet.up(engine, {"m": {}})
             index.add(engine.name)
-        choosing = Choosing(POLICIES["auto"](), fleet, Heard(index), Meters({}), self.clock)
+        choosing = Choosing(POLICIES["auto"], fleet, Heard(index), Meters({}), self.clock)
         teller = Teller(lambda: self._push(self.now_s + FRAME_S, TOLD, teller))
         choosing.teller = teller if shares else None
         return Gateway(choosing, index, Others(fleet, choosing.prefixes, self.clock), teller)

@@ -24,7 +24,7 @@ from kvstrata.gateway.fleet import Fleet, ServingEngine
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.prefixes import PIECE_TOKENS, Pieces, Prefixes
 from kvstrata.gateway.residency.prompt import Prompt
-from kvstrata.gateway.routing.choose import AnyPolicy, Record, choose
+from kvstrata.gateway.routing.choose import Policy, Record, choose
 from kvstrata.gateway.routing.model import Copy, Decision, Knowledge, Request, Tier, Way
 from kvstrata.gateway.routing.price import longest
 from kvstrata.gateway.routing.queues import Flight, Sending
@@ -106,7 +106,7 @@ class Choosing:
 
     def __init__(
         self,
-        policy: AnyPolicy,
+        policy: Policy,
         fleet: Fleet,
         residency: Residency,
         meters: Meters,
@@ -182,7 +182,7 @@ class Choosing:
                 helpers=helpers,
                 knowledge=knowledge,
                 now_s=now_s,
-                policy=self.policy,
+                policy=self.policy.name,
                 contract=wanted.contract,
                 decision=decision,
             )

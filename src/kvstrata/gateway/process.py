@@ -96,7 +96,7 @@ class Gateway(Process):
         self.closers.append(soon(residency.close))
         tokens = Tokens(settings.tokens, self._plan.tokenizers, fleet, asker, now_s)
         self.closers.append(tokens.close)
-        choosing = Choosing(POLICIES[settings.policy](), fleet, residency, meters, now_s)
+        choosing = Choosing(POLICIES[settings.policy], fleet, residency, meters, now_s)
         reader = Reader(settings, fleet)
         admission = Admission(settings.queue, choosing, fleet, now_s, asyncio.get_running_loop().call_later)
         sharing = await self._start_sharing(fleet, choosing, reader) if settings.sharing.listen else None
@@ -303,7 +303,7 @@ class Gateway(Process):
         set_level(settings.log_level)
         parts.settings = parts.reader.settings = settings
         parts.meters.slo = {one.name: one for one in settings.slo}
-        parts.choosing.policy = POLICIES[settings.policy]()
+        parts.choosing.policy = POLICIES[settings.policy]
         parts.admission.set(settings.queue)
         if parts.sharing is not None:
             await parts.sharing.set(settings.sharing)

@@ -12,16 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.config.gateway_model import Contract
-from kvstrata.gateway.routing.choose import POLICIES, AnyPolicy, Auto, Record, Ttft, choose, replay
+from kvstrata.gateway.routing.choose import AUTO, POLICIES, TTFT, Policy, Record, choose, replay
 from kvstrata.gateway.routing.model import NEVER_S, Copy, Decision, EngineState, Knowledge, LoadPath, Request
 from kvstrata.gateway.routing.price import MISSED_S, View, may_hand_over
 from tests.harness.amount import amount
 
 NOW_S = 1_000.0
-MAKES = st.sampled_from([make() for make in POLICIES.values()])
+MAKES = st.sampled_from(list(POLICIES.values()))
 NAMES = [f"engine-{number}" for number in range(7)]
 TIERS = ("l1", "l2", "peer")
-TTFT = Ttft()
 
 paths = st.dictionaries(
     st.sampled_from(TIERS),
@@ -95,7 +94,7 @@ def decided(
     request: Request,
     fleet: list[EngineState],
     knowledge: Knowledge,
-    policy: AnyPolicy,
+    policy: Policy,
     contract: Contract,
 ) -> Decision:
     """The decision among engines of which some compute prompts for others only."""
@@ -113,7 +112,7 @@ def test_a_decision_is_repeatable_in_any_order_of_engines_and_copies(
     request: Request,
     fleet: list[EngineState],
     knowledge: Knowledge,
-    policy: AnyPolicy,
+    policy: Policy,
     contract: Contract,
     chance: random.Random,
 ) -> None:
@@ -140,7 +139,7 @@ limits = st.fixed_dictionaries(
     limits,
     fleets(1),
     knowledges,
-    st.sampled_from([Auto(), TTFT]),
+    st.sampled_from([AUTO, TTFT]),
     st.sampled_from(["kvstrata", "nixl"]),
 )
 @settings(max_examples=amount(60, 200))
@@ -149,7 +148,7 @@ def test_a_request_is_split_iff_that_costs_less_and_only_between_engines_that_ca
     limits: dict[str, float],
     fleet: list[EngineState],
     knowledge: Knowledge,
-    policy: AnyPolicy,
+    policy: Policy,
     contract: Contract,
 ) -> None:
     request = msgspec.structs.replace(request, **limits)
@@ -193,11 +192,11 @@ def test_no_engine_and_no_pair_of_engines_would_cost_less(seed):
         for _ in range(draw.choice((0, 0, 2)))
     ]  # fmt: skip
     knowledge = Knowledge(cached={f"e{draw.randrange(size)}": draw.randrange(20_000)}, copies=copies)
-    found = choose(request, fleet, knowledge, NOW_S, policy=Auto(), contract=contract)
+    found = choose(request, fleet, knowledge, NOW_S, policy=AUTO, contract=contract)
 
     def cost(engine: EngineState, *helpers: EngineState) -> float:
         asked = request, [engine], knowledge, NOW_S
-        return choose(*asked, policy=Auto(), helpers=helpers, contract=contract).cost
+        return choose(*asked, policy=AUTO, helpers=helpers, contract=contract).cost
 
     pairs = ((one, other) for one in fleet for other in fleet if contract and one is not other)
     least = min(*map(cost, fleet), *itertools.starmap(cost, pairs))
@@ -238,7 +237,7 @@ def test_long_prompts_are_computed_where_they_delay_no_answers(why, tokens, pref
     request = Request(id="r", tokens=tokens, answer_tokens=500.0)
     helper, engine = busy(**prefill), busy(**decode)
     decision = choose(
-        request, [engine], Knowledge(), NOW_S, policy=Auto(), helpers=[helper], contract="kvstrata"
+        request, [engine], Knowledge(), NOW_S, policy=AUTO, helpers=[helper], contract="kvstrata"
     )
     assert (decision.prefill is not None) == splits, why
 
@@ -254,7 +253,7 @@ def test_a_prompt_is_computed_beside_the_engine_that_answers_unless_it_reads_as_
     ]
     request = Request(id="r", tokens=8_000, answer_tokens=500.0)
     ask = [busy(**reads)], Knowledge(), NOW_S
-    decision = choose(request, *ask, policy=Auto(), helpers=helpers, contract="kvstrata")
+    decision = choose(request, *ask, policy=AUTO, helpers=helpers, contract="kvstrata")
     assert decision.prefill.engine == computes
 
 
@@ -265,7 +264,7 @@ def test_a_prompt_is_computed_elsewhere_when_an_answer_beside_it_would_miss_its_
     engine.expect(0.0, 0.0, 0.0, limit_s, 100.0)
     request = Request(id="r", tokens=8_000, answer_tokens=100.0, short_tokens=50.0)
     ask = [engine], Knowledge(), NOW_S
-    decision = choose(request, *ask, policy=Auto(), helpers=[busy(**IDLE)], contract="kvstrata")
+    decision = choose(request, *ask, policy=AUTO, helpers=[busy(**IDLE)], contract="kvstrata")
     assert (decision.prefill is not None) == splits
 
 
@@ -276,7 +275,7 @@ def test_an_answer_goes_where_all_miss_their_class_rather_than_where_it_would_ma
     lost.expect(0.0, 0.0, 0.0, 0.015, 500.0)
     full.expect(0.002, 0.0, 0.0, 0.015, 500.0)
     request = Request(id="r", tokens=300, answer_tokens=500.0, short_tokens=400.0, token_within_s=0.015)
-    assert choose(request, [lost, full], Knowledge(), NOW_S, policy=Auto()).engine == "lost"
+    assert choose(request, [lost, full], Knowledge(), NOW_S, policy=AUTO).engine == "lost"
 
 
 @pytest.mark.parametrize("limit_s", [0.012, 0.0])
@@ -287,7 +286,7 @@ def test_an_answer_with_a_limit_goes_where_prompts_stall_it_less(limit_s):
     stalled.expect(0.0, 0.4 / 0.6, 0.5, 0.0, 0.0)
     calm.expect(0.0, 0.0, 0.0, 0.0, 0.0)
     request = Request(id="r", tokens=2_000, answer_tokens=50.0, short_tokens=50.0, token_within_s=limit_s)
-    decision = choose(request, [stalled, calm], Knowledge(), NOW_S, policy=Auto())
+    decision = choose(request, [stalled, calm], Knowledge(), NOW_S, policy=AUTO)
     assert decision.engine == ("calm" if limit_s else "stalled")
 
 
@@ -298,7 +297,7 @@ def test_a_decision_is_replayed_from_its_record_in_json(request, fleet, knowledg
         request, fleet[1:], knowledge, NOW_S, policy=policy, helpers=fleet[:1], contract=contract
     )
     record = Record(
-        request=request, engines=fleet[1:], helpers=fleet[:1], knowledge=knowledge, now_s=NOW_S, policy=policy,
+        request=request, engines=fleet[1:], helpers=fleet[:1], knowledge=knowledge, now_s=NOW_S, policy=policy.name,
         contract=contract, decision=decision,
     )  # fmt: skip
     read = msgspec.json.decode(msgspec.json.encode(record), type=Record)
@@ -328,7 +327,7 @@ def test_engines_and_the_cheapest_others_are_named(request, fleet, knowledge, po
         assert all(decision.cost < other.cost for other in decision.alternatives)
 
 
-@given(requests, limits, fleets(1), knowledges, st.sampled_from([Auto(), TTFT]))
+@given(requests, limits, fleets(1), knowledges, st.sampled_from([AUTO, TTFT]))
 @settings(max_examples=amount(60, 500))
 def test_a_cost_is_the_sum_of_its_terms_and_not_below_its_bound(request, limits, fleet, knowledge, policy):
     request = msgspec.structs.replace(request, **limits)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.gateway.routing.choose import Auto, Ttft, choose
+from kvstrata.gateway.routing.choose import AUTO, TTFT, choose
 from kvstrata.gateway.routing.model import EngineState, Knowledge, Request
 from kvstrata.gateway.routing.rates import FEWEST, MAX_MODELS, Decoded, DecodeRates, Line
 from tests.harness.amount import amount
@@ -76,8 +76,8 @@ def test_the_holder_of_a_popular_prefix_does_not_get_every_request():
     engines = fleet(4)
     sent = []
     for _ in range(60):
-        decision = choose(request, engines, knowledge, 0.0, policy=Auto())
-        assert choose(request, engines, knowledge, 0.0, policy=Ttft()).engine == "e0"
+        decision = choose(request, engines, knowledge, 0.0, policy=AUTO)
+        assert choose(request, engines, knowledge, 0.0, policy=TTFT).engine == "e0"
         chosen = next(one for one in engines if one.name == decision.engine)
         chosen.requests += 1
         chosen.running += 1
@@ -93,8 +93,8 @@ def test_a_long_prompt_goes_where_it_stalls_fewer_answers():
     busy.requests = busy.running = 20
     request = Request(id="r", tokens=20_000)
     queued = idle.__class__(name="e1", prefill_tokens_s=10_000.0, drained_s=0.9)
-    assert choose(request, [busy, queued], Knowledge(), 0.0, policy=Ttft()).engine == "e0"
-    assert choose(request, [busy, queued], Knowledge(), 0.0, policy=Auto()).engine == "e1"
+    assert choose(request, [busy, queued], Knowledge(), 0.0, policy=TTFT).engine == "e0"
+    assert choose(request, [busy, queued], Knowledge(), 0.0, policy=AUTO).engine == "e1"
 
 
 def test_a_class_that_would_be_missed_costs_seconds_of_everybody():
@@ -106,7 +106,7 @@ def test_a_class_that_would_be_missed_costs_seconds_of_everybody():
 
     def chosen(**more: float) -> str:
         asked = msgspec.structs.replace(request, **more)
-        return choose(asked, [busy, late], Knowledge(), 0.0, policy=Auto()).engine
+        return choose(asked, [busy, late], Knowledge(), 0.0, policy=AUTO).engine
 
     assert chosen() == chosen(within_s=7.0) == "e1"
     assert chosen(within_s=3.0) == "e0"
@@ -123,7 +123,7 @@ def test_a_request_without_a_class_goes_where_no_running_request_misses_its_own(
     def chosen(limited: int, limit_s: float = 0.0) -> str:
         strict.limited = limited
         strict.expect(0.0004, 0.0, 0.0, limit_s, 100.0)
-        return choose(request, [strict, free], Knowledge(), 0.0, policy=Auto()).engine
+        return choose(request, [strict, free], Knowledge(), 0.0, policy=AUTO).engine
 
     assert chosen(0) == "e0"
     assert chosen(4, 0.0115) == "e1"
@@ -139,7 +139,7 @@ def test_a_copy_is_made_the_sooner_the_more_requests_share_the_prefix():
         for tenths in range(1, 40):
             engines[0].drained_s = tenths / 10
             request = Request(id="r", tokens=8_100, answer_tokens=100, sharing=sharing)
-            if choose(request, engines, knowledge, 0.0, policy=Auto()).engine != "e0":
+            if choose(request, engines, knowledge, 0.0, policy=AUTO).engine != "e0":
                 return tenths / 10
         return math.inf
 
@@ -151,5 +151,5 @@ def test_a_copy_is_made_the_sooner_the_more_requests_share_the_prefix():
 @settings(max_examples=amount(30, 200))
 def test_before_an_answer_was_seen_the_first_token_decides(request, fleet, knowledge):
     request = msgspec.structs.replace(request, sharing=0)
-    auto, ttft = (choose(request, fleet, knowledge, NOW_S, policy=one) for one in (Auto(), Ttft()))
+    auto, ttft = (choose(request, fleet, knowledge, NOW_S, policy=one) for one in (AUTO, TTFT))
     assert auto.cost == pytest.approx(ttft.cost, rel=0.011)

@@ -58,9 +58,7 @@ class Scene:
             for engine in self.fleet.engines.values():
                 self.fleet.rates.observe(engine.name, 1_000, 1_000 / RATE, 0)
         self.meters = Meters(dict(SLO))
-        self.choosing = Choosing(
-            POLICIES["ttft"](), self.fleet, Residency(self.clock), self.meters, self.clock
-        )
+        self.choosing = Choosing(POLICIES["ttft"], self.fleet, Residency(self.clock), self.meters, self.clock)
         queue = QueueSettings(**{"max_requests": 1_024, "ahead_s": 0.0, **settings})
         self.admission = Admission(queue, self.choosing, self.fleet, self.clock, self.later)
 

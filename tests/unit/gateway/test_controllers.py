@@ -139,7 +139,7 @@ def test_a_load_is_not_timed_as_computing(tier: Any) -> None:
         fleet.up(one, {"m": {}})
     residency = Residency(lambda: now_s[0])
     try:
-        choosing = Choosing(POLICIES["ttft"](), fleet, residency, Meters({}), lambda: now_s[0])
+        choosing = Choosing(POLICIES["ttft"], fleet, residency, Meters({}), lambda: now_s[0])
         for n in range(4):
             held = [Copy(engine="a", tier=tier, tokens=30_000, source="i")]
             prompt = Prompt(range(n * 40_000, n * 40_000 + 32_000))
@@ -170,7 +170,7 @@ def test_a_load_waits_for_those_before_it_over_its_engine_s_link_or_from_its_pee
         fleet.up(one, {"m": {}})
     residency = Residency(lambda: now_s[0])
     try:
-        choosing = Choosing(POLICIES["ttft"](), fleet, residency, Meters({}), lambda: now_s[0])
+        choosing = Choosing(POLICIES["ttft"], fleet, residency, Meters({}), lambda: now_s[0])
 
         def load_s(n: int, engine: str, tier: Any, source: str) -> float:
             held = [Copy(engine=engine, tier=tier, tokens=90_000, source=source)]

@@ -154,7 +154,7 @@ def test_an_engine_that_returns_begins_with_a_quarter_of_its_share(policy: str) 
         fleet.up(engine, {"m": {}})
     fleet.down(engines[0], "a test")
     fleet.up(engines[0], {"m": {}})
-    choosing = Choosing(POLICIES[policy](), fleet, Residency(clock), Meters({}), clock)
+    choosing = Choosing(POLICIES[policy], fleet, Residency(clock), Meters({}), clock)
 
     def share() -> float:
         chosen = []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.gateway.routing.choose import Session, choose
+from kvstrata.gateway.routing.choose import POLICIES, choose
 from kvstrata.gateway.routing.model import EngineState, Knowledge, LoadPath, Request
 from kvstrata.gateway.routing.rates import ASSUMED_GAIN, LoadRates
 
@@ -30,7 +30,11 @@ def test_a_session_stays_and_moves_only_when_its_engine_goes() -> None:
     def homes() -> dict[str, str]:
         return {
             session: choose(
-                Request(id="r", tokens=1, session=session), engines, Knowledge(), NOW_S, policy=Session()
+                Request(id="r", tokens=1, session=session),
+                engines,
+                Knowledge(),
+                NOW_S,
+                policy=POLICIES["session"],
             ).engine
             for session in map(str, range(200))
         }
@@ -43,7 +47,7 @@ def test_a_session_stays_and_moves_only_when_its_engine_goes() -> None:
         session for session in before if before[session] == "e3"
     }
     request = Request(id="r", tokens=1)
-    assert choose(request, engines, Knowledge(), NOW_S, policy=Session()).engine == "e0"
+    assert choose(request, engines, Knowledge(), NOW_S, policy=POLICIES["session"]).engine == "e0"
 
 
 def test_what_is_told_counts_and_a_load_into_l1_goes_on_from_there() -> None:

@@ -4,15 +4,13 @@
 2. Near-ties are decided by a hash of the request's id.
 3. Nothing is read but the arguments, and nothing is changed: the caller that sends the request reserves its tokens.
 4. Engines that cannot win are priced by a lower bound of their cost only, and the chosen one exactly.
-
-A policy is a frozen Struct that is tagged with its name, so that a record names it.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,13 +20,12 @@ from kvstrata.gateway.routing.model import (
     Decision,
     EngineState,
     Knowledge,
-    Leg,
     Request,
-    Way,
 )
 from kvstrata.gateway.routing.price import (
     REST_TOKENS,
     SHARE,
+    Explained,
     View,
     cheapest,
     ranked_first,
@@ -38,97 +35,55 @@ ALTERNATIVES = 3
 """Engines that a decision names beside the chosen one."""
 
 
-class Explained(NamedTuple):
-    """What stands behind a cost."""
+class Policy(NamedTuple):
+    """How engines are compared."""
 
-    terms: dict[str, float]
-    """Its parts, to be read by people."""
-    way: Way | None = None
-    """How the engine should get the prefix, if the policy plans that."""
-    leg: Leg | None = None
-    """The other engine that should compute the prompt, if there is one."""
-
-
-class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all policies."""
-
-    near_share: ClassVar[float] = 0.0
-    """Costs at most this share above the lowest are a near-tie; 0: only equal costs are."""
-    share: ClassVar[float] = 0.0
+    name: str
+    scores: Callable[[View], list[float]]
+    """What a request costs at each engine of the view, in its order; exactly where that is the least, else at least."""
+    explained: Callable[[View, int], Explained] = lambda view, index: Explained({})
+    """What stands behind the cost at one engine."""
+    share: float = 0.0
     """Of the seconds that answers take, see price.py."""
-    splits: ClassVar[bool] = False
-    """Whether it may let another engine compute the prompt."""
-
-    def scores(self, view: View) -> list[float]:
-        """Return what it costs at least at each engine of the view, in its order."""
-        raise NotImplementedError
-
-    def explained(self, view: View, index: int) -> Explained:
-        """Return what stands behind the cost at one engine; here it says all."""
-        return Explained({})
+    near_share: float = 0.0
+    """Costs at most this share above the lowest are a near-tie; 0: only equal costs are."""
+    splits: bool = False
+    """Whether it may let another engine compute the prompt: it does iff that costs less."""
 
 
-class Auto(Policy, frozen=True, kw_only=True, tag="auto", tag_field="policy"):
-    """Our policy: what the request costs everybody until its last token, see price.py; all parts are measured.
-
-    A request is split iff that costs less.
-    """
-
-    share: ClassVar[float] = SHARE
-    """The answer's part is large and nearly the same everywhere: one per cent of the whole may be all of the rest, so
-    only equal costs are a tie."""
-    splits: ClassVar[bool] = True
-
-    def scores(self, view: View) -> list[float]:
-        """Return the seconds at each engine."""
-        return view.costs()
-
-    def explained(self, view: View, index: int) -> Explained:
-        """Return the seconds of each term and the tokens behind them, the way, and the other engine of a split."""
-        return Explained(*view.explained(index))
+def _least_loaded(view: View) -> list[float]:
+    return [float(engine.requests) for engine in view.engines]
 
 
-class Ttft(Auto, frozen=True, kw_only=True, tag="ttft", tag_field="policy"):
-    """The engine where the first token comes soonest: `cost = TTFT`, see price.py."""
-
-    near_share: ClassVar[float] = 0.01
-    """Rates are not known to within one per cent."""
-    share: ClassVar[float] = 0.0
-
-
-class LeastLoaded(Policy, frozen=True, kw_only=True, tag="least_loaded", tag_field="policy"):
-    """The engine with the fewest requests in flight."""
-
-    def scores(self, view: View) -> list[float]:
-        """Return the requests."""
-        return [float(engine.requests) for engine in view.engines]
-
-
-class RoundRobin(Policy, frozen=True, kw_only=True, tag="round_robin", tag_field="policy"):
+def _round_robin(view: View) -> list[float]:
     """The engines in turn, in the order of their names, by the request's number."""
-
-    def scores(self, view: View) -> list[float]:
-        """Return 0 for the engine whose turn it is, 1 for the others."""
-        names = sorted(engine.name for engine in view.engines)
-        turn = names[view.request.number % len(names)]
-        return [0.0 if engine.name == turn else 1.0 for engine in view.engines]
+    names = sorted(engine.name for engine in view.engines)
+    turn = names[view.request.number % len(names)]
+    return [0.0 if engine.name == turn else 1.0 for engine in view.engines]
 
 
-class Session(LeastLoaded, frozen=True, kw_only=True, tag="session", tag_field="policy"):
-    """Every request of a session at one engine, by rendezvous hash; without a session, the least requests in flight."""
-
-    def scores(self, view: View) -> list[float]:
-        """Return 0 for the session's engine, 1 for the others."""
-        if not view.request.session:
-            return LeastLoaded.scores(self, view)
-        chosen = ranked_first(view.request.session, [engine.name for engine in view.engines])
-        return [0.0 if index == chosen else 1.0 for index in range(len(view.engines))]
+def _session(view: View) -> list[float]:
+    """All requests of a session at one engine, by rendezvous hash; without a session, the least requests in flight."""
+    if not view.request.session:
+        return _least_loaded(view)
+    chosen = ranked_first(view.request.session, [engine.name for engine in view.engines])
+    return [0.0 if index == chosen else 1.0 for index in range(len(view.engines))]
 
 
-AnyPolicy = Auto | Ttft | LeastLoaded | RoundRobin | Session
-
-POLICIES: dict[str, type[AnyPolicy]] = {
-    str(one.__struct_config__.tag): one for one in (Auto, Ttft, LeastLoaded, RoundRobin, Session)
+# What the request costs everybody until its last token.  The answer's part is large and nearly the same everywhere:
+# one per cent of the whole may be all of the rest, so only equal costs are a tie.
+AUTO = Policy("auto", View.costs, View.explained, share=SHARE, splits=True)
+# The engine where the first token comes soonest.  Rates are not known to within one per cent.
+TTFT = Policy("ttft", View.costs, View.explained, near_share=0.01, splits=True)
+POLICIES = {
+    one.name: one
+    for one in (
+        AUTO,
+        TTFT,
+        Policy("least_loaded", _least_loaded),
+        Policy("round_robin", _round_robin),
+        Policy("session", _session),
+    )
 }
 """All policies by the names under which they are configured and recorded."""
 
@@ -141,7 +96,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     helpers: list[EngineState] = []
     knowledge: Knowledge
     now_s: float
-    policy: AnyPolicy
+    policy: str
     contract: Contract = ""
     decision: Decision
 
@@ -149,7 +104,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 def replay(record: Record) -> Decision:
     """Decide again; the result equals `record.decision` unless the code has changed since."""
     inputs = record.request, record.engines, record.knowledge, record.now_s
-    return choose(*inputs, policy=record.policy, helpers=record.helpers, contract=record.contract)
+    return choose(*inputs, policy=POLICIES[record.policy], helpers=record.helpers, contract=record.contract)
 
 
 def choose(
@@ -169,9 +124,8 @@ def choose(
     """
     if request.tokens < 1:
         raise ValueError(f"request.tokens: {request.tokens} of request {request.id!r}; it must be at least 1")
-    name = policy_name(policy)
     if not engines:
-        return Decision(policy=name, engine="", reason="none_eligible")
+        return Decision(policy=policy.name, engine="", reason="none_eligible")
     if contract and not (policy.splits and request.tokens > REST_TOKENS[contract]):
         contract = ""
     view = View(request, engines, knowledge, now_s, policy.share, helpers, contract, policy.near_share)
@@ -181,7 +135,7 @@ def choose(
     limit = heapq.nsmallest(ALTERNATIVES + 1, costs)[-1]
     others = [(cost, engines[at].name) for at, cost in enumerate(costs) if cost <= limit and at != index]
     return Decision(
-        policy=name,
+        policy=policy.name,
         engine=engines[index].name,
         reason="only_eligible" if len(engines) == 1 else "near_tie" if is_tie else "lowest_cost",
         cost=costs[index],
@@ -193,8 +147,3 @@ def choose(
         ],
         eligible=len(engines),
     )
-
-
-def policy_name(policy: Policy) -> str:
-    """Return the tag under which the policy is configured and recorded."""
-    return str(policy.__struct_config__.tag)

@@ -95,6 +95,17 @@ class Split(NamedTuple):
     way: Way
 
 
+class Explained(NamedTuple):
+    """What stands behind a cost."""
+
+    terms: dict[str, float]
+    """Its parts, to be read by people, by their names."""
+    way: Way | None = None
+    """How the engine should get the prefix, if the policy plans that."""
+    leg: Leg | None = None
+    """The other engine that should compute the prompt, if there is one."""
+
+
 class View:
     """One decision's inputs, sorted by use, and what they cost. Built for each decision; the order of copies and of
     engines decides nothing."""
@@ -291,8 +302,8 @@ class View:
                 most[name] = max(most.get(name, anywhere), *(copy.tokens for copy in copies))
         return {name: n - tokens if tokens < n else 1 for name, tokens in most.items()}, max(1, n - anywhere)
 
-    def explained(self, at: int) -> tuple[dict[str, float], Way, Leg | None]:
-        """Return the terms of the cost at an engine, by their names, the way, and the other engine of a split."""
+    def explained(self, at: int) -> Explained:
+        """Return what stands behind the cost at one engine."""
         self._make_exact((at,))
         engine, way, split = self.engines[at], self._ways.get(at) or self._way(at), self.splits.get(at)
         answer_s = self.request.answer_tokens * engine.token_s
@@ -305,10 +316,10 @@ class View:
             terms |= {"answer_s": answer_s, "others_s": others_s, "spared_s": way.spared_s}
         terms["cached_tokens"] = way.cached_tokens
         if split is None:
-            return terms, way, None
+            return Explained(terms, way)
         alone_s = way.ttft_s - way.spared_s + self.share * (answer_s + others_s) + MISSED_S * missed
         terms |= {"alone_s": alone_s, "split_s": split.cost}
-        return terms, split.way, Leg(engine=split.prefill.engine.name, way=split.prefill.way)
+        return Explained(terms, split.way, Leg(engine=split.prefill.engine.name, way=split.prefill.way))
 
     def _missed(self, at: int, prompt_s: float, ttft_s: float) -> float:
         """How many requests are expected to miss their classes at an engine that computes so long, and answers."""
