@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
-import random
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -241,7 +240,7 @@ class Tokens(Numbers):
         try:
             async with asyncio.timeout(VERIFY_S):
                 if tokenizer is not None:
-                    verdict = await verify(ask, model, tokenizer, random.Random())
+                    verdict = await verify(ask, model, tokenizer)
                 if self.settings.pass_ids:
                     takes_ids = await taken(ask, model, tokenizer, renders=self.settings.render)
                     verdict = verdict._replace(takes_ids=takes_ids)
