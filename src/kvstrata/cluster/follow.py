@@ -121,6 +121,7 @@ class Follower:
 
     async def run(self) -> None:
         """Follow until cancelled."""
+        await self._directory.idle()  # after a snapshot's placements, which changes follow
         while True:
             try:
                 if self.cursor is None:

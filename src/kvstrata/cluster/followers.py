@@ -64,13 +64,7 @@ class Followers:
             link, self.directory, group, listener, self._lists, incarnation=told.incarnation, tiers=told.tiers,
             promises=self._promises, beat_s=self._beat_s, cursor=cursor,
         )  # fmt: skip
-
-        async def run() -> None:
-            if cursor is not None:
-                await self.directory.idle()  # after a snapshot's placements, which its changes follow
-            await follower.run()
-
-        self._tasks[group] = self._supervisor.spawn(run(), f"follow-{told.instance}")
+        self._tasks[group] = self._supervisor.spawn(follower.run(), f"follow-{told.instance}")
         return follower
 
     def forget(self, group: int, follower: Follower | None) -> None:
