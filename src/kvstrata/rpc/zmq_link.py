@@ -1,5 +1,6 @@
-"""The asking side of cluster messages: ZMQ sockets on one asyncio loop, for questions (DEALER), and for messages of
-gateways to each other (PUSH).
+"""The asking side of cluster messages: DEALER sockets on one asyncio loop.
+
+They carry questions, and messages of gateways to each other, which have no answer.
 
 Rules:
 
@@ -67,7 +68,7 @@ class Links:
         self._loop = loop
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, 4_096)
-        self._links: weakref.WeakSet[_Link] = weakref.WeakSet()
+        self._links: weakref.WeakSet[AskLink] = weakref.WeakSet()
 
     def ask(
         self,
@@ -86,14 +87,14 @@ class Links:
         last one, and False when it ends.  `refused` is called for each connection that the other side ends in the
         handshake, as it does if the keys do not fit.  Raises Unavailable if libzmq refuses the endpoint.
         """
-        link = AskLink(self._loop, self._socket(zmq.DEALER, endpoint, keys), changed, refused, few=few)
-        self._connect(link, endpoint)
-        return link
-
-    def push(self, endpoint: str, *, keys: ClusterKeys | None = None) -> PushLink:
-        """Open a link for messages without an answer."""
-        link = PushLink(self._loop, self._socket(zmq.PUSH, endpoint, keys))
-        self._connect(link, endpoint)
+        link = AskLink(self._loop, self._socket(endpoint, keys), changed, refused, few=few)
+        # It watches already: libzmq gives some refused handshakes up and tells them once only.
+        try:
+            link.connect(endpoint)
+        except zmq.ZMQError as error:
+            link.close()
+            raise _refused(endpoint, error) from None
+        self._links.add(link)
         return link
 
     def close(self) -> None:
@@ -102,8 +103,8 @@ class Links:
             link.close(linger_ms=round(patience(LINGER_MS)))
         self._context.term()
 
-    def _socket(self, kind: int, endpoint: str, keys: ClusterKeys | None) -> zmq.Socket[bytes]:
-        link = self._context.socket(kind)
+    def _socket(self, endpoint: str, keys: ClusterKeys | None) -> zmq.Socket[bytes]:
+        link = self._context.socket(zmq.DEALER)
         for option, value in _OPTIONS.items():
             link.setsockopt(option, value)
         link.setsockopt(zmq.HANDSHAKE_IVL, round(patience(HANDSHAKE_MS)))
@@ -116,15 +117,6 @@ class Links:
             link.close()
             raise _refused(endpoint, error) from None
         return link
-
-    def _connect(self, link: _Link, endpoint: str) -> None:
-        """Connect a link, which watches already: libzmq gives some refused handshakes up and tells them once only."""
-        try:
-            link.connect(endpoint)
-        except zmq.ZMQError as error:
-            link.close()
-            raise _refused(endpoint, error) from None
-        self._links.add(link)
 
 
 def _refused(endpoint: str, error: zmq.ZMQError) -> Unavailable:
@@ -145,13 +137,36 @@ _OPTIONS = {
 }
 
 
-class _Link:
-    """A socket on the loop. Its descriptor signals only changes, so each turn looks at the socket's state."""
+class AskLink:
+    """A link to one process, on the loop; several questions may be open, and their answers may arrive in any order.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, link: zmq.Socket[bytes]) -> None:
+    The socket's descriptor signals only changes, so each turn looks at the socket's state.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        link: zmq.Socket[bytes],
+        changed: Callable[[bool], None] | None,
+        refused: Callable[[], None] | None,
+        *,
+        few: bool,
+    ) -> None:
         self._loop = loop
         self._socket = link
         self._again = False
+        self._changed, self._few = changed, few
+        self._watch: zmq.Socket[bytes] | None = None
+        """The socket on which libzmq reports handshakes that fail."""
+        if refused is not None:
+            self._watch = link.get_monitor_socket(REFUSED_HANDSHAKES)
+            loop.add_reader(self._watch.fileno(), self._see_refusals, self._watch, refused)
+            loop.call_soon(self._see_refusals, self._watch, refused)
+        self._up = False
+        self._next_seq = 1
+        self._open: dict[int, asyncio.Future[ClusterReply]] = {}
+        self._unsent: dict[int, bytes] = {}
+        self.garbage_count = 0
         loop.add_reader(link.fileno(), self._wake)
         self._look_again()
 
@@ -169,27 +184,13 @@ class _Link:
         """Whether libzmq would accept a message now."""
         return not self._socket.closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
 
-    def close(self, *, linger_ms: int = 0) -> None:
-        """Close the link; messages that libzmq has accepted get `linger_ms` to leave. Idempotent."""
-        if not self._socket.closed:
-            self._loop.remove_reader(self._socket.fileno())
-            self._socket.close(linger_ms)
+    def try_send(self, frame: bytes) -> bool:
+        """Hand libzmq a message without an answer; False, without effect, if it has no connection or a full queue.
 
-    def _look_again(self) -> None:
-        if not self._again:
-            self._again = True
-            self._loop.call_soon(self._wake)
-
-    def _wake(self) -> None:
-        self._again = False
-        if not self._socket.closed and self._turn(int(self._socket.getsockopt(zmq.EVENTS))):
-            self._look_again()
-
-    def _turn(self, events: int) -> bool:
-        """Send and receive as `events` allow; returns True if another turn may find more to do."""
-        raise NotImplementedError
-
-    def _try_send(self, frame: bytes) -> bool:
+        The sender detects losses by other means.
+        """
+        if self._socket.closed:
+            return False
         try:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
@@ -197,33 +198,6 @@ class _Link:
         # Sending may consume the signal of an arrival, after which the descriptor would stay silent.
         self._look_again()
         return True
-
-
-class AskLink(_Link):
-    """A link for questions to one process; several may be open, and their answers may arrive in any order."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        link: zmq.Socket[bytes],
-        changed: Callable[[bool], None] | None,
-        refused: Callable[[], None] | None,
-        *,
-        few: bool,
-    ) -> None:
-        self._changed, self._few = changed, few
-        self._watch: zmq.Socket[bytes] | None = None
-        """The socket on which libzmq reports handshakes that fail."""
-        if refused is not None:
-            self._watch = link.get_monitor_socket(REFUSED_HANDSHAKES)
-            loop.add_reader(self._watch.fileno(), self._see_refusals, self._watch, refused)
-            loop.call_soon(self._see_refusals, self._watch, refused)
-        self._up = False
-        self._next_seq = 1
-        self._open: dict[int, asyncio.Future[ClusterReply]] = {}
-        self._unsent: dict[int, bytes] = {}
-        self.garbage_count = 0
-        super().__init__(loop, link)
 
     async def ask(self, request: ClusterRequest, answer: type[R], timeout_s: float) -> R:
         """Send `request` under a new seq; returns its answer.
@@ -240,7 +214,7 @@ class AskLink(_Link):
         try:
             if self._socket.closed:
                 raise Unavailable("the link is closed")
-            if self._unsent or not self._try_send(frame):
+            if self._unsent or not self.try_send(frame):
                 self._unsent[seq] = frame
             async with asyncio.timeout(timeout_s):
                 reply = await outcome
@@ -269,17 +243,30 @@ class AskLink(_Link):
                 )
 
     def close(self, *, linger_ms: int = 0) -> None:
-        """Close the link; open questions end with Unavailable."""
+        """Close the link: open questions end with Unavailable, messages that libzmq has get `linger_ms` to leave."""
         if self._watch is not None and not self._watch.closed:
             self._loop.remove_reader(self._watch.fileno())
             self._socket.disable_monitor()
             self._watch.close(linger=0)
-        super().close(linger_ms=linger_ms)
+        if not self._socket.closed:
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.close(linger_ms)
         for outcome in self._open.values():
             if not outcome.done():
                 outcome.set_exception(Unavailable("the link is closed"))
 
+    def _look_again(self) -> None:
+        if not self._again:
+            self._again = True
+            self._loop.call_soon(self._wake)
+
+    def _wake(self) -> None:
+        self._again = False
+        if not self._socket.closed and self._turn(int(self._socket.getsockopt(zmq.EVENTS))):
+            self._look_again()
+
     def _turn(self, events: int) -> bool:
+        """Send and receive as `events` allow; returns True if another turn may find more to do."""
         if bool(events & zmq.POLLOUT) != self._up:
             self._up = not self._up
             if self._few and not self._up:
@@ -288,7 +275,7 @@ class AskLink(_Link):
                 self._changed(self._up)
         while self._unsent and events & zmq.POLLOUT:
             seq = next(iter(self._unsent))
-            if not self._try_send(self._unsent[seq]):
+            if not self.try_send(self._unsent[seq]):
                 break
             del self._unsent[seq]
         started_s = time.monotonic()
@@ -324,14 +311,3 @@ class AskLink(_Link):
         outcome = self._open.get(message.seq)
         if outcome is not None and not outcome.done():
             outcome.set_result(message)
-
-
-class PushLink(_Link):
-    """A link for messages without an answer to one process; the sender detects losses by other means."""
-
-    def try_send(self, frame: bytes) -> bool:
-        """Hand one frame to libzmq; returns False, without effect, if no connection exists or its queue is full."""
-        return not self._socket.closed and self._try_send(frame)
-
-    def _turn(self, events: int) -> bool:
-        return False  # nothing is received, and the sender asks `try_send` for room

@@ -1,7 +1,7 @@
-"""The listening side of the ZMQ ports of peers, controllers and gateways: a ROUTER or PULL socket on one asyncio loop.
+"""The listening side of the ZMQ ports of peers, controllers and gateways: a ROUTER socket on one asyncio loop.
 
-It passes frames on unread.  A PULL socket (`receive_only`) gives no addresses and answers nothing.  A message is one
-frame; the handler gets (address, frame) and answers through `send`, now or later.  Rules:
+It passes frames on unread.  A message is one frame; the handler gets (address, frame) and answers through `send`, now
+or later.  Rules:
 
 1. Nothing here blocks: reads and sends are NOBLOCK.  If a client does not read, so that its queue is full or has too
    many bytes (`Outbox`), a reply is dropped; the client asks again and gets the same outcome.
@@ -80,7 +80,7 @@ MESSAGE_COST_BYTES = 200
 
 
 class Message(NamedTuple):
-    """One message: its connection (a descriptor, or see rule 7), the sender's routing id (empty on PULL), its frames.
+    """One message: its connection (a descriptor, or see rule 7), the sender's routing id, its frames.
 
     `key` and `host`: as in Address (zmq_server.py).
     """
@@ -200,7 +200,7 @@ class Inbox:
             known = descriptor in self._heard or descriptor in self._silent or descriptor in self._cut
             if routing_id != self._routing_ids.get(descriptor, b"") or not known:
                 self._see_connections()  # it is new, has ended, or another connection has its descriptor by now
-                if routing_id and descriptor not in self._silent and descriptor not in self._cut:
+                if descriptor not in self._silent and descriptor not in self._cut:
                     self._ended.add(sender)
         if sender in self._ended:
             return None if ~descriptor in self._cut else ~descriptor
@@ -442,11 +442,9 @@ class ZmqServer(Numbers):
         self,
         loop: asyncio.AbstractEventLoop,
         *,
-        receive_only: bool = False,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self._loop = loop
-        self._receive_only = receive_only
         self._max_message_bytes = max_message_bytes
         self._handler: Handler | None = None
         self._frame_error: FrameErrorHandler | None = None
@@ -569,17 +567,16 @@ class ZmqServer(Numbers):
         self._context.term()
 
     def _open(self) -> zmq.Socket[bytes]:
-        server = self._context.socket(zmq.PULL if self._receive_only else zmq.ROUTER)
+        server = self._context.socket(zmq.ROUTER)
         server.setsockopt(zmq.LINGER, 0)
         server.setsockopt(zmq.RCVHWM, 0)  # or libzmq would stop its input, see the module
         server.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
         server.setsockopt(zmq.HANDSHAKE_IVL, round(patience(HANDSHAKE_MS)))
         server.setsockopt_string(zmq.ZAP_DOMAIN, KEYLESS_DOMAIN)
-        if not self._receive_only:
-            server.setsockopt(zmq.SNDHWM, SEND_QUEUE)
-            server.copy_threshold = TRACKED_BYTES
-            # A client that reconnects under the routing id of its dead connection takes it over.
-            server.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        server.setsockopt(zmq.SNDHWM, SEND_QUEUE)
+        server.copy_threshold = TRACKED_BYTES
+        # A client that reconnects under the routing id of its dead connection takes it over.
+        server.setsockopt(zmq.ROUTER_HANDOVER, 1)
         for option, value in KEEPALIVE.items():
             server.setsockopt(option, value)
         self._socket = server
@@ -650,7 +647,7 @@ class ZmqServer(Numbers):
                 part = server.recv(_NOBLOCK, copy=False)
                 frames.append(part.bytes)
                 more = part.more
-            routing_id = b"" if self._receive_only else frames.pop(0)
+            routing_id = frames.pop(0)
             if self._reading and n_handled < MESSAGES_PER_WAKE and not inbox:
                 n_handled += 1
                 if (heard := inbox.hears(connection, routing_id)) is not None:
@@ -671,8 +668,7 @@ class ZmqServer(Numbers):
         else:
             delimiter = [b""] if len(frames) > 1 and not frames[0] else []
             reply = frame_error(address, len(frames))
-            if not self._receive_only:
-                self._send(server, address.routing_id, *delimiter, reply)
+            self._send(server, address.routing_id, *delimiter, reply)
         if self._inbox.handled(message, refused=refused):
             self._say_cut("its messages were none of the protocol")
 

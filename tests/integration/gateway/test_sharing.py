@@ -148,7 +148,7 @@ async def test_only_holders_of_the_secret_are_heard_and_garbage_of_theirs_change
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         for secret, frames in ((new_secret(), [lie]), (scene.secret, garbage)):
-            push = context.socket(zmq.PUSH)
+            push = context.socket(zmq.DEALER)
             push.setsockopt(zmq.CURVE_SERVERKEY, public_of(scene.secret))
             push.setsockopt(zmq.CURVE_SECRETKEY, secret)
             push.setsockopt(zmq.CURVE_PUBLICKEY, public_of(secret))

@@ -123,29 +123,30 @@ async def test_questions_without_an_outcome_are_bounded(link: AskLink, other: Ot
     assert all(isinstance(outcome, Unavailable) for outcome in outcomes)
 
 
-async def test_pushed_messages_need_a_connection_and_arrive_in_order(links: Links, tmp_path: Path) -> None:
+async def test_messages_without_an_answer_need_a_connection_and_arrive_in_order(
+    links: Links, tmp_path: Path
+) -> None:
     context = zmq.asyncio.Context()
-    pull = context.socket(zmq.PULL)
-    push = links.push(f"ipc://{tmp_path}/pull")
+    pull = context.socket(zmq.ROUTER)
+    push = links.ask(f"ipc://{tmp_path}/pull")
     assert not push.try_send(b"too early")
     pull.bind(f"ipc://{tmp_path}/pull")
     await until(lambda: push.connected)
     for n in range(100):
         while not push.try_send(b"%d" % n):
             await until(lambda: push.connected)
-    assert [await asyncio.wait_for(pull.recv(), LONG_S) for _ in range(100)] == [
-        b"%d" % n for n in range(100)
-    ]
+    arrived = [await asyncio.wait_for(pull.recv_multipart(), LONG_S) for _ in range(100)]
+    assert [frames[1:] for frames in arrived] == [[b"%d" % n] for n in range(100)]
     push.close()
     context.destroy(linger=0)
 
 
-async def test_pushing_to_a_peer_that_does_not_read_ends_in_false(links: Links) -> None:
+async def test_sending_to_a_peer_that_does_not_read_ends_in_false(links: Links) -> None:
     context = zmq.Context()
-    pull = context.socket(zmq.PULL)
+    pull = context.socket(zmq.ROUTER)
     pull.setsockopt(zmq.RCVHWM, 1)
     port = pull.bind_to_random_port("tcp://127.0.0.1")
-    push = links.push(f"tcp://127.0.0.1:{port}")
+    push = links.ask(f"tcp://127.0.0.1:{port}")
     await until(lambda: push.connected)
     sent = 0
     while push.try_send(bytes(1 << 20)):

@@ -1,4 +1,4 @@
-"""The sockets between gateways: each listens (PULL) and pushes to each other one (PUSH), with one secret for all.
+"""The sockets between gateways: each listens, and sends to each other one, with one secret for all.
 
 1. Nothing waits for another gateway: a frame for one that is gone, frozen or slow is dropped (rpc/zmq_link.py), and so
    is one that arrives faster than it is handled (rpc/zmq_inbox.py).
@@ -26,7 +26,7 @@ from kvstrata.gateway.sharing.telling import EVENT_BYTES, FRAMES, MAX_FRAME_BYTE
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.ports import host_and_port
 from kvstrata.rpc.zmq_curve import ClusterKeys, public_of, read_cluster_keys
-from kvstrata.rpc.zmq_link import Links, PushLink
+from kvstrata.rpc.zmq_link import AskLink, Links
 from kvstrata.rpc.zmq_server import Address, ZmqServer
 
 FLUSH_S = 0.01
@@ -47,11 +47,9 @@ class Sharing:
         self._keys = keys
         self.others = others
         self.teller = Teller(self._begin_flush)
-        self._server = ZmqServer(
-            self._loop, receive_only=True, max_message_bytes=MAX_FRAME_BYTES + 64 * EVENT_BYTES
-        )
+        self._server = ZmqServer(self._loop, max_message_bytes=MAX_FRAME_BYTES + 64 * EVENT_BYTES)
         self._links = Links(self._loop)
-        self._to: dict[str, PushLink] = {}
+        self._to: dict[str, AskLink] = {}
         """By endpoint."""
         self._flush: asyncio.TimerHandle | None = None
         self.frames = {"sent": 0, "unsent": 0, "heard": 0, "refused": 0}
@@ -142,7 +140,7 @@ class Sharing:
             self._to.pop(endpoint).close()
         for endpoint in wanted - self._to.keys():
             try:
-                self._to[endpoint] = self._links.push(endpoint, keys=self._keys)
+                self._to[endpoint] = self._links.ask(endpoint, keys=self._keys)
             except Unavailable as error:
                 self._log.repeated(logging.WARNING, endpoint, "gateway_not_told", reason=error.message)
 

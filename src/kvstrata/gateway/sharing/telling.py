@@ -1,6 +1,6 @@
 """What gateways before the same engines tell each other: events as they happen, and now and then all that is under way.
 
-    Choosing ─▶ Teller ─▶ frames ─▶ PUSH to each other gateway ─▶ PULL ─▶ Others ─▶ the engines' queues, Prefixes
+    Choosing ─▶ Teller ─▶ frames ─▶ each other gateway ─▶ Others ─▶ the engines' queues, Prefixes
 
     sent ─▶ running ─▶ answered        a request may end as `failed`, and before its first token
     a range of numbers                 all requests of it that are under way: what was lost before is mended by it
