@@ -288,7 +288,8 @@ class Admission(Numbers):
             if put_off or (slo is not None and slo.shed):
                 self._miss(request, late_s)
                 return
-        self._count_served(request, max(1, request.charged_tokens - choice.cached_tokens))
+        if self._settings.max_requests:
+            self._count_served(request, max(1, request.charged_tokens - choice.cached_tokens))
         choosing.dispatched(choice)
         self._settle(request, choice)
 

@@ -65,7 +65,7 @@ class Marks(NamedTuple):
 
 def marks_of(line: bytes) -> Marks | None:
     """Read a line; None if it is something else."""
-    words = [word.decode("latin-1") for word in line.split()]
+    words = line.decode("latin-1").split()
     if len(words) != 8:
         return None
     number, kind, status, served, flags, attempts, told, stream = words

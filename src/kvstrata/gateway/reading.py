@@ -9,11 +9,12 @@ from array import array
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from kvstrata.config.gateway_model import GatewaySettings
+from kvstrata.config.gateway_model import GatewaySettings, SloSettings
 from kvstrata.gateway.choosing import Wanted
 from kvstrata.gateway.door import Headers, Tenant
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet
+from kvstrata.gateway.handover.legs import SAME_BODY
 from kvstrata.gateway.prefixes import TOKEN_BYTES, keys_of
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.routes import (
@@ -49,8 +50,11 @@ class Reader:
         self._made_by: collections.OrderedDict[str, tuple[str, str]] = collections.OrderedDict()
         """Engine and tenant that a stored response belongs to, by its name, which the engine has drawn."""
 
-    def read(self, request: Request, body: bytes, *, cut: bool) -> Wanted | Failure:
-        """Read a request, and note what it asks for. `cut`: more of the body follows than can be read."""
+    def read(self, request: Request, body: bytes, slo: SloSettings | None, *, cut: bool) -> Wanted | Failure:
+        """Read a request, and note what it asks for.
+
+        `slo`: its class of service. `cut`: more of the body follows than can be read.
+        """
         (_, path, headers, word, _), route, tenant = request.head, request.route, request.tenant
         assert route is not None
         kv_tenant = tenant.settings.kv_tenant if tenant is not None else ""
@@ -91,13 +95,17 @@ class Reader:
             keys=self._keys(found, prompt, request.sender),
             prompt=self._prompt(found, prompt),
             streams=found.streams,
+            slo=slo,
+            arrived_s=request.arrived_s,
+            contract=self.settings.split if found.splits and (prompt or path in SAME_BODY) else "",
         )
 
     def with_ids(self, found: Asked, wanted: Wanted, ids: array[int] | None) -> Wanted:
         """The same with the token ids of a prompt of text; None: they are not known."""
         if not ids:
             return wanted
-        return wanted._replace(tokens=len(ids), prompt=self._prompt(found, ids))
+        contract = self.settings.split if found.splits else ""
+        return wanted._replace(tokens=len(ids), prompt=self._prompt(found, ids), contract=contract)
 
     def slo_of(self, headers: Headers, tenant: Tenant | None, known: Iterable[str]) -> str:
         """The class of service of a request, one of those that are known; empty: none."""
@@ -123,7 +131,7 @@ class Reader:
         """The keys of the prompt's pieces; none if the policy does not go by them."""
         if not self.settings.predicts or not found.text:
             return []
-        context = (self._fleet.root(found.model).encode(), tenant.encode(), *found.context)
+        context = self._fleet.root(found.model).encode(), tenant.encode(), found.context
         return keys_of(context, found.text if prompt is None else prompt.tobytes(), self.secret)
 
     def _prompt(self, found: Asked, prompt: array[int] | None) -> Prompt | None:

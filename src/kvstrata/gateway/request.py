@@ -26,7 +26,6 @@ from kvstrata.gateway.door import IN_FLIGHT, Tenant
 from kvstrata.gateway.errors import MAX_BODY_BYTES, TOO_LARGE, Failure
 from kvstrata.gateway.fleet import ServingEngine, endpoint_of
 from kvstrata.gateway.handover.contracts import Fields
-from kvstrata.gateway.handover.legs import SAME_BODY
 from kvstrata.gateway.marks import CANCELLED, OK, Marks
 from kvstrata.gateway.routes import GENERATES, ROUTES, Asked, Route, answer_id, route_of
 from kvstrata.gateway.routing.price import may_hand_over
@@ -236,7 +235,7 @@ class Requests:
         request.body_bytes, request.is_hinted = len(body), b'"kvstrata.next"' in body
         if request.body_bytes > MAX_BODY_BYTES:
             return TOO_LARGE
-        wanted = parts.reader.read(request, body, cut=cut)
+        wanted = parts.reader.read(request, body, parts.meters.slo.get(request.slo), cut=cut)
         if isinstance(wanted, Failure):
             return wanted
         model, ids = request.asked.model, None
@@ -244,12 +243,6 @@ class Requests:
             known = await parts.tokens.of(path, body, model, request.sender)
             request.computed, ids = known.ids is not None, known.ids if known.passes else None
             wanted = parts.reader.with_ids(request.asked, wanted, known.ids)
-        splits = request.asked.splits and (wanted.prompt is not None or path in SAME_BODY)
-        wanted = wanted._replace(
-            slo=parts.meters.slo.get(request.slo),
-            arrived_s=request.arrived_s,
-            contract=parts.settings.split if splits else "",
-        )
         request.wanted = await parts.controllers.told(wanted)
         if subset is not None:  # Envoy does not let the picker choose others
             request.without = frozenset(
@@ -360,19 +353,19 @@ class Requests:
 
     def _ended(self, request: Request, marks: Marks) -> None:
         """Envoy tells how a request has ended."""
-        parts, choice = self.parts, request.choice
+        parts, choice, outcome = self.parts, request.choice, marks.outcome
         if choice is None:
             return
         own = endpoint_of(choice.engine.place.address)
         moved = bool(marks.served) and marks.served != own
-        if moved or marks.outcome in ("connect", "no_answer", "broke_off"):
+        if moved or outcome in ("connect", "no_answer", "broke_off"):
             parts.suspect(choice.engine)
         if moved:
             other = (one.name for one in parts.fleet if endpoint_of(one.place.address) == marks.served)
             request.engine = next(other, "")
             parts.choosing.ended(choice, answered=False)
             request.choice = None
-        parts.meters.retries[marks.outcome] += max(0, marks.attempts - 1)
+        parts.meters.retries[outcome] += max(0, marks.attempts - 1)
         if marks.first_s:
             walls_s = parts.now_s() - time.time()
             self._first(request, min(parts.now_s(), walls_s + marks.first_s))
@@ -381,12 +374,12 @@ class Requests:
         if request.asked.model in choice.engine.models:
             request.model = request.asked.model
         request.events, request.failed_inside, request.tokens = marks.events, marks.failed, marks.tokens
-        if request.choice is not None and marks.outcome == OK and not request.is_hinted:
+        if request.choice is not None and outcome == OK and not request.is_hinted:
             word = answer_id(request.head.path, request.head.word, marks.response)
             parts.controllers.ended(choice.engine, word, marks.reason or ("stop" if marks.response else ""))
         if marks.response and request.engine:
             parts.reader.answered(request, marks.response)
-        self.end(request, marks.outcome)
+        self.end(request, outcome)
 
     def end(self, request: Request, outcome: str) -> None:
         """Give everything back, and count the request. Idempotent."""

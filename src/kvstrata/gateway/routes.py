@@ -81,8 +81,8 @@ class Asked(NamedTuple):
     """The stored response that this request goes on from, which only the engine that made it knows."""
     text: bytes = b""
     """JSON text of the prompt: messages, prompt or input."""
-    context: tuple[bytes, ...] = ()
-    """JSON texts of what else decides the prompt's KV: system prompt, tools, cache salt and the like."""
+    context: bytes = b""
+    """JSON texts of what else decides the prompt's KV: system prompt, tools, cache salt and the like, in one order."""
     salt: str = ""
     """The cache salt."""
     kv_tenant: str = ""
@@ -194,11 +194,11 @@ def asked(path: str, route: Route, body: bytes) -> Asked | Failure:
     # An engine that stores a response, or works on it in the background, would do both twice.
     stores = path == RESPONSES and (found.store is not False or bool(found.background))
     text = next((bytes(one) for one in (found.messages, found.prompt, found.input) if one), b"")
-    more = [found.system, found.instructions, found.tools, found.tool_choice]
-    more += [found.chat_template, found.chat_template_kwargs, found.cache_salt]
     tenant = _tenant_in(found.kv_transfer_params)
-    if tenant:
-        more.append(msgspec.Raw(tenant.encode()))
+    more = (
+        found.system, found.instructions, found.tools, found.tool_choice, found.chat_template,
+        found.chat_template_kwargs, found.cache_salt, tenant.encode(),
+    )  # fmt: skip
     model = _checked(found.model)
     if isinstance(model, Failure):
         return model
@@ -208,7 +208,7 @@ def asked(path: str, route: Route, body: bytes) -> Asked | Failure:
         route.repeatable and not stores,
         after,
         text,
-        tuple(bytes(one) for one in more),
+        b"\0".join(more),
         _text_of(found.cache_salt),
         tenant,
         found.stream is True,
