@@ -139,8 +139,8 @@ def run() -> list[dict[str, Any]]:
         prompts = [chain_of(identity.root, number, CHUNKS) for number in range(PROMPTS)]
         fill_s = fill(client, identity, prompts, blocks)
         entries = sum(server.get("/v1/status")["pool"]["entries"].values())
-        groups = [wire.KeyGroup(wire.Rule.PREFIX, prompts[0])]
-        frame = wire.encode(wire.Lookup(1, 1000, 1, "bench", groups))
+        keys = prompts[0]
+        frame = wire.encode(wire.Lookup(1, 1000, 1, "bench", keys))
         echo_folder = server.socket_dir / "echo"
         echo_folder.mkdir()
         with echo_server(echo_folder / RPC_SOCKET):

@@ -254,9 +254,8 @@ class RpcClient:
         probe: bytes = b"",
         traceparent: str = "",
     ) -> wire.Lookup:
-        groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
         return wire.Lookup(
-            self.next_seq(), deadline_ms, identity, request_id, groups, probe, traceparent=traceparent
+            self.next_seq(), deadline_ms, identity, request_id, chain, probe, traceparent=traceparent
         )
 
     def lookup(self, identity: int, chain: bytes, **more: Any) -> wire.LookupReply:

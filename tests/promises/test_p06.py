@@ -159,7 +159,7 @@ class Stranger:
             [
                 wire.Identify(self.seq, RequestIdentity(salt=str(rng.random()))),
                 wire.Ping(self.seq),
-                wire.Lookup(self.seq, 100, 1, "stranger", [wire.KeyGroup(wire.Rule.PREFIX, keys)]),
+                wire.Lookup(self.seq, 100, 1, "stranger", keys),
                 wire.Reserve(self.seq, 100, 1, b"", keys, 1000),
                 wire.Release(self.seq, [(rng.randbytes(16), self.seq)]),
             ]

@@ -98,9 +98,9 @@ class Lookups(msgspec.Struct, eq=False):
         wait_ms = min(wait_ms, wire.MAX_DEADLINE_MS - min(limit_ms, wire.MAX_DEADLINE_MS // 4))
         limit_ms = min(limit_ms, wire.MAX_DEADLINE_MS - wait_ms)
         deadline_s = time.monotonic() + (limit_ms + wait_ms) / 1000
-        groups = [wire.KeyGroup(wire.Rule.PREFIX, chain[: wire.MAX_CHUNKS * KEY_BYTES])]
+        keys = chain[: wire.MAX_CHUNKS * KEY_BYTES]
         asked = wire.Lookup(
-            0, 1, 0, request_id[:256], groups, probe, list(tails), traceparent, own_chunks, stores_late,
+            0, 1, 0, request_id[:256], keys, probe, list(tails), traceparent, own_chunks, stores_late,
             wait_ms, expects, source, in_parts, follows,
         )  # fmt: skip
         self._link.post(lambda: self._ask(call, identity, asked, deadline_s))
@@ -232,7 +232,7 @@ class Lookups(msgspec.Struct, eq=False):
 
     def _answered(self, call: LookupCall, asked: wire.Lookup, reply: wire.AnyReply) -> None:
         del self._asking[call]
-        n_asked = len(asked.groups[0].keys) // KEY_BYTES
+        n_asked = len(asked.keys) // KEY_BYTES
         n = reply.n_chunks if isinstance(reply, wire.LookupReply) else -1
         if not isinstance(reply, wire.LookupReply) or not _sensible(reply, n_asked, asked.tails):
             log.error("invalid reply to a lookup, which counts as a miss: %.200r", reply)

@@ -19,7 +19,7 @@ from msgspec import Meta
 from kvstrata.errors import BadRequest
 from kvstrata.types import KEY_BYTES, LATEST, LayoutIdentity, RequestIdentity, Role, Slice
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAX_MESSAGE_BYTES = 4 << 20
 """The server closes the connection of a process that sends a longer request."""
 MAX_CHUNKS = 65_536
@@ -278,20 +278,6 @@ class Pong(Reply, frozen=True, tag="ping"):
     """The sum of `AttachRequest.kv_bytes` over all attached engines, for one that has told its own."""
 
 
-class Rule(enum.StrEnum):
-    """The rule by which keys of a group count as a hit."""
-
-    PREFIX = "prefix"
-    """The leading keys, up to the first whose chunk is not present."""
-
-
-class KeyGroup(msgspec.Struct, array_like=True, frozen=True):
-    """Keys of one KV-cache group: chain keys c_i, concatenated."""
-
-    rule: Rule
-    keys: Keys
-
-
 class Lookup(Request, frozen=True, tag="lookup"):
     """Asks how many leading chunks are present, and leases them for the engine group of the caller."""
 
@@ -300,8 +286,8 @@ class Lookup(Request, frozen=True, tag="lookup"):
     identity_id: Count
     request_id: RequestId
     """The engine's id of the request, by which `explain` finds this lookup."""
-    groups: Annotated[list[KeyGroup], Meta(min_length=1, max_length=1)]
-    """`rule` and the prompt's concatenated chain keys."""
+    keys: Keys
+    """The prompt's concatenated chain keys; those up to the first whose chunk is not present are a hit."""
     probe: Probe = b""
     """Digest of the first chunk's tokens without any identity, for explaining a miss."""
     tails: Annotated[list[TailSet], Meta(max_length=MAX_TAIL_SETS)] = []

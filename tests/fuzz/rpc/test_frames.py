@@ -62,7 +62,7 @@ def plausible(op: str) -> st.SearchStrategy[list[Any]]:
             st.sampled_from([0, 50]),
             identities,
             st.text(max_size=4),
-            keys.map(lambda k: [["prefix", k]]),
+            keys,
             probes,
             *(st.just(no) for no in ([], "", 0, False)),
             st.sampled_from([0, 20]),

@@ -240,15 +240,15 @@ def bad_requests(identity: int) -> list[tuple[str, wire.Request]]:
     """The wrong field of each request, and the request."""
 
     def lookup(keys: bytes, **more: Any) -> wire.Lookup:
-        return wire.Lookup(1000, 100, identity, "", [wire.KeyGroup(wire.Rule.PREFIX, keys)], **more)
+        return wire.Lookup(1000, 100, identity, "", keys, **more)
 
     def reserve(**fields: Any) -> wire.Reserve:
         known = {"parent": b"", "keys": bytes(KEY_BYTES), "record_bytes": RECORD_BYTES, "probe": b""}
         return wire.Reserve(1000, 100, identity, **{**known, **fields})
 
     return [
-        ("groups[0].keys", lookup(b"")),
-        ("groups[0].keys", lookup(bytes(33))),
+        ("keys", lookup(b"")),
+        ("keys", lookup(bytes(33))),
         ("probe", lookup(bytes(KEY_BYTES), probe=b"1234")),
         ("keys", reserve(keys=bytes(31))),
         ("keys", reserve(keys=b"")),
@@ -324,7 +324,7 @@ def test_a_dealer_counts_and_reads_what_another_process_stored(server: ServerPro
             "identify", 2, request, msgspec.to_builtins(layout()), [digest]
         )
         assert (name, seq, root) == ("identify", 2, identity.root)
-        found = dealer.ask("lookup", 3, 1000, number, "", [["prefix", chain + bytes(KEY_BYTES)]])
+        found = dealer.ask("lookup", 3, 1000, number, "", chain + bytes(KEY_BYTES))
         assert found[:2] == ["lookup", 3] and found[3:5] == [3, b""]
         _, _, _, is_found, length, body = dealer.ask(
             "retrieve", 4, number, chain[:KEY_BYTES], digest, 0, RECORD_BYTES

@@ -151,8 +151,7 @@ def fill(server: InstanceInProcess) -> Iterator[Callable[[], None]]:
 
 
 def lookup(seq: int, identity: wire.IdentifyReply, chain: bytes) -> Said:
-    groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
-    return said(SESSION, wire.Lookup(seq, 1000, identity.identity_id, "", groups))
+    return said(SESSION, wire.Lookup(seq, 1000, identity.identity_id, "", chain))
 
 
 def test_in_a_burst_of_long_lookups_each_gets_the_beginning_of_its_hit_and_the_server_goes_on(

@@ -117,8 +117,7 @@ def test_a_lookup_whose_name_its_group_still_holds_is_refused(server: InstanceIn
         if not chain:
             chain = chain_of(identity.root, 1)
             server.store(second, 2, identity, chain)
-        groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
-        [reply] = server.feed(said(first, wire.Lookup(seq, 1000, identity.identity_id, "", groups)))
+        [reply] = server.feed(said(first, wire.Lookup(seq, 1000, identity.identity_id, "", chain)))
         return reply
 
     [own] = server.feed(said(second, wire.Identify(1, RequestIdentity())))
@@ -134,11 +133,10 @@ def test_a_lookup_whose_name_its_group_still_holds_is_refused(server: InstanceIn
 
 def test_a_process_with_too_many_running_requests_may_still_give_back(server, identity, monkeypatch):
     chain = chain_of(identity.root, 1)
-    groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
     server.store(SESSION, 2, identity, chain)
     monkeypatch.setattr(requests, "MAX_TASKS_OF_PROCESS", 0)
     refused, released = server.feed(
-        said(SESSION, wire.Lookup(4, 1000, identity.identity_id, "", groups)),
+        said(SESSION, wire.Lookup(4, 1000, identity.identity_id, "", chain)),
         said(SESSION, wire.Release(5, [])),
     )
     assert isinstance(refused, wire.Error) and refused.code == "refused"
@@ -148,10 +146,9 @@ def test_a_process_with_too_many_running_requests_may_still_give_back(server, id
 
 def test_a_session_that_holds_much_gets_no_more_until_it_gives_some_back(server, identity, monkeypatch):
     chain = chain_of(identity.root, 1)
-    groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
     server.store(SESSION, 2, identity, chain)
     monkeypatch.setattr(requests, "MAX_GRANTS", 1)
-    lookups = [wire.Lookup(seq, 1000, identity.identity_id, "", groups) for seq in (4, 5, 7)]
+    lookups = [wire.Lookup(seq, 1000, identity.identity_id, "", chain) for seq in (4, 5, 7)]
     found, refused, _, again = server.feed(
         said(SESSION, lookups[0]),
         said(SESSION, lookups[1]),
@@ -179,9 +176,8 @@ def test_a_process_promises_only_its_share_and_gets_it_back(server, identity, mo
 
 def test_a_number_that_was_used_names_nothing_new_and_takes_nothing(server, identity):
     chain = chain_of(identity.root, 1)
-    groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
     server.store(SESSION, 2, identity, chain)
-    lookup = said(SESSION, wire.Lookup(4, 1000, identity.identity_id, "", groups))
+    lookup = said(SESSION, wire.Lookup(4, 1000, identity.identity_id, "", chain))
     found, again, back = server.feed(lookup, lookup, said(SESSION, wire.Ping(3)))
     assert isinstance(found, wire.LookupReply)
     for refused in (again, back):
@@ -211,13 +207,12 @@ def test_a_lease_that_was_handed_on_is_not_asked_back(server, identity):
     server.attach(b"w" * 16, b"g" * 16)
     chain = chain_of(identity.root, 2)
     server.store(SESSION, 2, identity, chain)
-    groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
     server.feed(
-        said(SESSION, wire.Lookup(4, 1000, identity.identity_id, "", groups)),
+        said(SESSION, wire.Lookup(4, 1000, identity.identity_id, "", chain)),
         said(SESSION, wire.Release(5, [(SESSION, 4)])),
     )
     assert server.parts.grants.n_leases == 1 and server.parts.grants.revoke(server.pool.extents_bytes) == 0
-    server.feed(said(SESSION, wire.Lookup(6, 1000, identity.identity_id, "", groups)))
+    server.feed(said(SESSION, wire.Lookup(6, 1000, identity.identity_id, "", chain)))
     server.feed(said(b"w" * 16, wire.Release(1, [(SESSION, 4)])))
     assert server.parts.grants.revoke(server.pool.extents_bytes) == 1
     [pong] = server.feed(said(SESSION, wire.Ping(7)))
@@ -230,9 +225,8 @@ def test_after_a_cut_a_session_keeps_what_it_names_and_what_others_use(server, i
     server.attach(worker, b"g" * 16)
     chain = chain_of(identity.root, 4)
     server.store(SESSION, 2, identity, chain)
-    groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
     server.feed(
-        *(said(SESSION, wire.Lookup(seq, 1000, identity.identity_id, "", groups)) for seq in (4, 5, 6))
+        *(said(SESSION, wire.Lookup(seq, 1000, identity.identity_id, "", chain)) for seq in (4, 5, 6))
     )
     new = chain_of(identity.root, 1, 9000), chain_of(identity.root, 1, 9900)
     for seq, keys in zip((7, 8), new, strict=True):
@@ -272,7 +266,7 @@ def test_a_client_without_a_row_counts_and_reads_chunks_and_is_refused_the_rest_
     asked = (
         wire.Identify(1, RequestIdentity()),
         wire.Identify(2, RequestIdentity(), layout(), [digest]),
-        wire.Lookup(3, 1000, 1, "", [wire.KeyGroup(wire.Rule.PREFIX, chain + bytes(KEY_BYTES))]),
+        wire.Lookup(3, 1000, 1, "", chain + bytes(KEY_BYTES)),
         wire.Retrieve(4, 1, chain[:KEY_BYTES], digest, 0, 100),
         wire.Retrieve(5, 2, chain[:KEY_BYTES], digest, 0, 100),
         wire.Ping(6),
@@ -303,10 +297,8 @@ def test_a_refusal_for_lack_of_index_entries_names_the_setting() -> None:
     reserve = wire.Reserve(2, 1000, identity.identity_id, b"", chain, RECORD_BYTES)
     [reply] = server.feed(said(session, reserve))
     assert isinstance(reply, wire.ReserveReply) and wire.ReserveOutcome.ENTRIES_FULL in reply.outcomes
-    groups = [
-        wire.KeyGroup(wire.Rule.PREFIX, chain[32 * reply.outcomes.index(wire.ReserveOutcome.ENTRIES_FULL) :])
-    ]
-    server.feed(said(session, wire.Lookup(3, 1000, identity.identity_id, "request", groups)))
+    keys = chain[32 * reply.outcomes.index(wire.ReserveOutcome.ENTRIES_FULL) :]
+    server.feed(said(session, wire.Lookup(3, 1000, identity.identity_id, "request", keys)))
     [lookup] = server.parts.explainer.explain("request")["lookups"]
     assert lookup["first_miss"]["reason"] == "refused"
     assert (
@@ -355,9 +347,8 @@ def session_comes_and_goes(server: InstanceInProcess, number: int) -> None:
     reserve = wire.Reserve(2, 1000, identity.identity_id, b"", chain, RECORD_BYTES, probe)
     server.feed(said(name, reserve), said(name, wire.Abort(3, 2)))
     server.store(name, 4, identity, chain)
-    groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
     server.feed(
-        said(name, wire.Lookup(8, 1000, identity.identity_id, f"request {number}", groups, probe)),
+        said(name, wire.Lookup(8, 1000, identity.identity_id, f"request {number}", chain, probe)),
         said(name, wire.Release(9, [(name, 8)])),
     )
     server.gone(name)

@@ -98,8 +98,7 @@ def walks() -> dict[str, Walk]:
         chain = store(server, turn, identity, found["store"])
         done = answered(server, commit(turn), found["store"])
         assert isinstance(done, wire.CommitReply) and not any(done.outcomes), done
-        groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
-        lookup = said(SESSION, wire.Lookup(seq + 2, 1000, identity.identity_id, "request", groups))
+        lookup = said(SESSION, wire.Lookup(seq + 2, 1000, identity.identity_id, "request", chain))
         hit = answered(server, lookup, found["lookup"])
         assert isinstance(hit, wire.LookupReply) and hit.n_chunks == CHUNKS, hit
         release = said(SESSION, wire.Release(seq + 3, [(SESSION, seq + 2)]))
@@ -130,8 +129,7 @@ def disk_walks(folder: Path) -> dict[str, Walk]:
         assert run(tier.usage()).records == CHUNKS * (turn + 1)
         for key in reversed(list(keys_of(keys))):
             assert server.pool.remove(key)
-        groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
-        lookup = wire.Lookup(10 * turn + 12, 60_000, identity.identity_id, "request", groups)
+        lookup = wire.Lookup(10 * turn + 12, 60_000, identity.identity_id, "request", chain)
         with found["lookup"]:
             [hit] = server.feed(said(SESSION, lookup))
         assert isinstance(hit, wire.LookupReply) and hit.n_chunks == CHUNKS, hit

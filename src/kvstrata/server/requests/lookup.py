@@ -269,8 +269,8 @@ class Lookups:
         """Begin a lookup. Returns its reply, or a coroutine that returns it. Raises BadRequest or UnknownIdentity."""
         self._grants.check_new(process, request.seq)
         identity = self._processes.identity(process, request.identity_id)
-        keys = request.groups[0].keys
-        n_chunks = 0 if request.tails and not keys else check_keys(keys, "groups[0].keys", request.probe)
+        keys = request.keys
+        n_chunks = 0 if request.tails and not keys else check_keys(keys, "keys", request.probe)
         group = process.group
         now_s = self._clock.monotonic_s()
         slices, spans = (group.packed_slices, group.spans) if group.complete else (b"", ())

@@ -89,14 +89,13 @@ class PlainClients:
         return IdentifyReply(request.seq, self._epoch, number, root, request.slices, complete=True)
 
     def _lookup(self, identity: PlainIdentity, request: Lookup) -> Reply:
-        [group] = request.groups
-        n_records = check_keys(group.keys, "groups[0].keys") * len(identity.slices)
+        n_records = check_keys(request.keys, "keys") * len(identity.slices)
         if n_records > MAX_RECORDS:
             raise BadRequest(
-                f"groups[0].keys: {n_records} records; a client that is not attached may ask for {MAX_RECORDS} at once",
-                field="groups[0].keys",
+                f"keys: {n_records} records; a client that is not attached may ask for {MAX_RECORDS} at once",
+                field="keys",
             )
-        keys = storage_keys(identity.root, group.keys, b"".join(identity.slices))
+        keys = storage_keys(identity.root, request.keys, b"".join(identity.slices))
         n_chunks = self._pool.peek(keys, len(identity.slices))
         return LookupReply(request.seq, self._epoch, n_chunks, b"", n_chunks, 0, "")
 
