@@ -228,6 +228,7 @@ class Fleet:
     def attach(self, instance_of: Callable[[ServingEngine], str], *, peers: bool) -> None:
         """Controllers tell to which instances engines are attached, empty: not known, and if these read each other."""
         self._instance_of, self.peers = instance_of, peers
+        self._tiers -= set() if peers else {"peer"}
         for engine in self.engines.values():
             self._tell_ranks(engine)
 
@@ -393,10 +394,10 @@ class Fleet:
                 self._rate_paths(each.load)
 
     def _rate_paths(self, load: Load) -> None:
+        before, load.paths = load.paths, {}
         for tier in self._tiers:
-            path, before = self.load_rates.path(load.name, tier, load.prefill_tokens_s), load.paths.get(tier)
-            path.free_s = before.free_s if before is not None else 0.0
-            load.paths[tier] = path
+            path = load.paths[tier] = self.load_rates.path(load.name, tier, load.prefill_tokens_s)
+            path.free_s = before[tier].free_s if tier in before else 0.0
 
     def knows_all_models(self) -> bool:
         """Whether each engine has told its models, so that a model that none has does not exist."""

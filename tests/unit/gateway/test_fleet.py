@@ -204,6 +204,16 @@ def test_an_engine_may_have_2500_adapters() -> None:
     assert 1 << 20 < len(body) < MAX_MODELS_BYTES and len(models_in(body.encode())) == 2_500
 
 
+def test_instances_that_cease_to_read_from_each_other_are_no_longer_loaded_from() -> None:
+    fleet = Fleet(lambda: 0.0)
+    [engine] = fleet.set_places([place("a")])
+    fleet.attach(lambda engine: "i", peers=True)
+    fleet.know_paths({"l1", "peer"})
+    engine.load.paths["l1"].free_s = 7.0
+    fleet.attach(lambda engine: "i", peers=False)
+    assert [(tier, path.free_s) for tier, path in engine.load.paths.items()] == [("l1", 7.0)]
+
+
 class Clock:
     now_s = 100.0
 
