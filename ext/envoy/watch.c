@@ -29,7 +29,7 @@ void CALL(set_dynamic_metadata_string)(void*, Text name, Text key, Text value);
 
 #define TEXT(literal) ((Text){literal, sizeof(literal) - 1})
 enum { COUNTS = 5, CONTENT = COUNTS, FAILURE, OTHER, ID, REASON, TYPE };  // from ID on: the text is kept
-enum { MAX_KEY = 30, MAX_TEXT = 140, MAX_PIECES = 256 };
+enum { MAX_KEY = 30, MAX_TEXT = 140 };
 #define IS(kind, literal) {kind, {literal, sizeof(literal) - 1}}
 static const struct {
   int kind;  // below COUNTS: a number of tokens
@@ -160,15 +160,17 @@ int ON(request_headers)(void* envoy, Watch* self, bool ends) {
 }
 int ON(request_body)(void* envoy, Watch* self, bool ends) {
   (void)ends;
-  Text fragment, pieces[MAX_PIECES];
+  Text fragment;
   size_t count = CALL(get_body_chunks_size)(envoy, REQUEST_BODY), size = 0, done = 0;
-  if (!self->inserts || !count || count > MAX_PIECES) return CONTINUE;
-  if (!left_by_picker(envoy, TEXT("x-kv-fragment"), &fragment)) return CONTINUE;
+  if (!self->inserts || !count || !left_by_picker(envoy, TEXT("x-kv-fragment"), &fragment)) return CONTINUE;
+  Text* pieces = malloc(count * sizeof(Text));
+  if (!pieces) abort();  // no body passes without its fragment, which may name its tenant
   CALL(get_body_chunks)(envoy, REQUEST_BODY, pieces);
   for (size_t i = 0; i < count; i++) size += pieces[i].length;
-  char *body = malloc(size), *brace;
-  for (size_t i = 0; body && i < count; done += pieces[i++].length) memcpy(body + done, pieces[i].ptr, pieces[i].length);
-  if (body && (brace = memchr(body, '{', size))) {
+  char *body = malloc(size + 1), *brace;
+  if (!body) abort();
+  for (size_t i = 0; i < count; done += pieces[i++].length) memcpy(body + done, pieces[i].ptr, pieces[i].length);
+  if ((brace = memchr(body, '{', size))) {
     self->inserts = false;
     done = brace + 1 - body;
     CALL(drain_body)(envoy, REQUEST_BODY, size);
@@ -177,6 +179,7 @@ int ON(request_body)(void* envoy, Watch* self, bool ends) {
     CALL(append_body)(envoy, REQUEST_BODY, (Text){body + done, size - done});
   }
   free(body);
+  free(pieces);
   return CONTINUE;
 }
 

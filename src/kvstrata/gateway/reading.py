@@ -18,7 +18,6 @@ from kvstrata.gateway.handover.legs import SAME_BODY
 from kvstrata.gateway.prefixes import TOKEN_BYTES, keys_of
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.routes import (
-    GENERATES,
     MAX_SESSION_CHARS,
     ROUTES,
     Asked,
@@ -67,7 +66,10 @@ class Reader:
             found = asked(path, route, body)
         if isinstance(found, Failure):
             return found
-        if kv_tenant and path in GENERATES:
+        if kv_tenant and route.computes and not (route.salted or route.multipart):
+            says = f"{path}: engines do not keep the KV of tenants apart there; use another path"
+            return Failure(400, "path_not_allowed", says)
+        if kv_tenant and route.salted:
             if found.adds:
                 says = (
                     f"{found.adds}: the gateway sets this field for the tenants of its settings; leave it out"

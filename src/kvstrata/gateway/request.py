@@ -27,7 +27,7 @@ from kvstrata.gateway.errors import MAX_BODY_BYTES, TOO_LARGE, Failure
 from kvstrata.gateway.fleet import ServingEngine, endpoint_of
 from kvstrata.gateway.handover.contracts import Fields
 from kvstrata.gateway.marks import CANCELLED, OK, Marks
-from kvstrata.gateway.routes import GENERATES, ROUTES, Asked, Route, answer_id, route_of
+from kvstrata.gateway.routes import ROUTES, Asked, Route, answer_id, route_of
 from kvstrata.gateway.routing.price import may_hand_over
 
 if TYPE_CHECKING:
@@ -416,7 +416,7 @@ def _least_loaded(targets: Iterable[ServingEngine]) -> Iterator[ServingEngine]:
 def _fields(request: Request) -> Fields:
     """What tenants' requests have in their bodies; their own fields of these names were refused."""
     tenant = request.tenant.settings.kv_tenant if request.tenant is not None else ""
-    if not tenant or request.head.path not in GENERATES:
+    if not tenant or request.route is None or not request.route.salted:
         return {}
     return {"kv_transfer_params": {"kvstrata.tenant": tenant}, "cache_salt": tenant}
 

@@ -30,27 +30,32 @@ class Route(NamedTuple):
     """Whether the body is a form."""
     computes: bool = True
     """Whether a model computes for it, so that its tenant is charged."""
+    salted: bool = False
+    """Whether the engine keeps the KV of tenants apart by the fields that the gateway adds to the body."""
 
 
-_COMPUTES, _READS = Route(), Route(computes=False)
+_COMPUTES, _READS = Route(salted=True), Route(computes=False)
 _AUDIO = Route(multipart=True)
 _CHAT = "chat/completions completions responses messages"
 ROUTES: dict[str, Route] = {
     **{
         f"/v1/{name}": _COMPUTES for name in f"{_CHAT} embeddings score rerank chat/completions/batch".split()
     },
-    **{f"/v2/{name}": _COMPUTES for name in ("rerank", "embed")},
-    **{f"/{name}": _COMPUTES for name in ["score", "rerank", "classify", "pooling", "generative_scoring"]},
+    **{
+        f"/{name}": _COMPUTES
+        for name in ["score", "rerank", "v2/rerank", "classify", "pooling", "generative_scoring"]
+    },
     "/inference/v1/generate": _COMPUTES,
-    "/cohere/v2/chat": _COMPUTES,
+    "/v2/embed": Route(),  # vLLM reads no `cache_salt` of Cohere's requests
+    "/cohere/v2/chat": Route(),
     **{f"/v1/{name}/render": _READS for name in _CHAT.split()},
     **{f"/v1/{name}/derender": _READS for name in ("chat/completions", "completions")},
     **dict.fromkeys(("/v1/messages/count_tokens", "/tokenize", "/detokenize"), _READS),
     **{f"/v1/audio/{name}": _AUDIO for name in ("transcriptions", "translations")},
 }
 """Paths of POST requests."""
-GENERATES = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", RESPONSES))
-"""Paths of which an engine looks the prompt up in its connector, by the fields that the gateway adds."""
+_SPLITS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", RESPONSES))
+"""Paths whose prompts another engine could compute: a leg is the same request for one token."""
 _PREFIXES = {
     "/v1/chat/completions": "chatcmpl-",
     "/v1/completions": "cmpl-",
@@ -213,7 +218,7 @@ def asked(path: str, route: Route, body: bytes) -> Asked | Failure:
         tenant,
         found.stream is True,
         "cache_salt" if found.cache_salt else "kv_transfer_params" if found.kv_transfer_params else "",
-        path in GENERATES
+        path in _SPLITS
         and found.has_plain_answer
         and not (found.kv_transfer_params or after or _SEVERAL.match(text)),
     )
