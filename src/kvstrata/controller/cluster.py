@@ -7,7 +7,7 @@ for a bounded time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -55,8 +55,6 @@ REACH_S = 2.0
 """Time for an instance that registers to answer at its control port."""
 ONLY_ASKING = (AskStatus, AskClaims, AskShared)
 """Operations that change nothing; they are sent all the time, so their success is not an event."""
-SOURCES = frozenset({"l1", "l2", "peer", "miss"})
-"""Words for what had a chunk. They become labels of metrics, so all other words of members count as one."""
 
 
 class Cluster(Numbers):
@@ -202,11 +200,11 @@ class Cluster(Numbers):
 
     def heard(self, member: Member, condition: Condition | None) -> None:
         """A member has answered."""
-        before = _by_source(member.load.hits_total)
+        before = member.load.hits_total
         self.members.heard(member, condition, self._now())
         if condition is not None:
             self.ranking.forget_referred(member.id)
-            for source, count in _by_source(member.load.hits_total).items():
+            for source, count in member.load.hits_total.items():
                 # A member that is heard for the first time may have counted for long.
                 self.hits_total[source] += max(0, count - before.get(source, count))
             self.leadership.check_obeys(member, condition.obeys)
@@ -338,15 +336,6 @@ class Cluster(Numbers):
     def _change_failed(self, group: int, reason: str) -> None:
         """The directory had no room for some placements. Lookups miss these chunks; nothing else is affected."""
         self.journal.say("directory_full", reason=reason)
-
-
-def _by_source(reported: Mapping[str, int]) -> dict[str, int]:
-    """The counts by the words of SOURCES, and those by all other words together."""
-    counts: dict[str, int] = {}
-    for word, count in reported.items():
-        source = word if word in SOURCES else "other"
-        counts[source] = counts.get(source, 0) + count
-    return counts
 
 
 class _Heard:

@@ -100,7 +100,8 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Factor = Annotated[str, Meta(pattern=r"^(?=.*[1-9])[0-9]{1,4}(\.[0-9]{1,3})?$")]
 """A number above 0."""
 BySize = Annotated[dict[Factor, Share], Meta(max_length=8)]
-HitSource = Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,16}$")]
+HitSource = Literal["l1", "l2", "peer", "miss"]
+"""What had a chunk. These words become labels of metrics."""
 
 
 class ClusterRequest(msgspec.Struct, array_like=True, frozen=True):
@@ -292,8 +293,8 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     """Bytes used, by tier, as of a moment ago; tiers that do not know them are left out."""
     capacity_bytes: ByTier
     """Capacity by tier; tiers without a cap are left out."""
-    hits_total: Annotated[dict[HitSource, int], Meta(max_length=16)]
-    """Chunks that lookups found, by source: `l1`, `l2`, `peer`; and `miss`."""
+    hits_total: dict[HitSource, int]
+    """Chunks that lookups asked for, by what had them."""
     peer_sending_bytes: int
     """Bytes of L1 that are being sent to peers."""
     peer_sent_bytes_total: int

@@ -21,7 +21,7 @@ The first process that needs the file makes it, with the same form as a key file
 2. The public key that belongs to the secret is no less secret: no process shows it, and CURVE never sends it in clear.
    A client seals the first message of each handshake (HELLO) for it, and a controller ends the handshake if the seal
    is wrong.  So a controller may let in clients of any key, and tell instances apart by keys of their own.
-3. Readers connect to peers with the secret itself, and peers let in no other client.
+3. Readers and gateways connect with the secret itself, and peers let in no other client.
 4. Each process that uses the file keeps it: what cleans /tmp removes files that nobody has touched for days.
 
 The folder in which an administrator keeps the CURVE keys of a cluster; processes only read copies of its files.
@@ -277,10 +277,6 @@ class SharedKey:
                 field=field,
             ) from None
         remember_secret(self.keys.server.decode())
-
-    def of_member(self, secret: bytes) -> ClusterKeys:
-        """Keys for an instance that proves its id by a secret of its own."""
-        return self.keys._replace(secret=secret)
 
     def touch(self) -> None:
         """Mark the file as used; put it back if it is gone. Raises OSError, ConfigError."""

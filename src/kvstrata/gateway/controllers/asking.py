@@ -32,7 +32,7 @@ from kvstrata.observability.numbers import Numbers, parts_by
 from kvstrata.process.listen import Listener
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import TAG_BYTES, GatewayBeat, GatewayHeard, Hinted
-from kvstrata.rpc.zmq_curve import ClusterKeys, SharedKey, new_secret, open_keys
+from kvstrata.rpc.zmq_curve import ClusterKeys, SharedKey, open_keys
 from kvstrata.types import NOT_IN_A_NAME, RequestIdentity, next_of
 
 FIELD = "controllers.curve_file"
@@ -85,7 +85,7 @@ class Controllers(Numbers):
         self._port = listener.port
         self._fleet = fleet
         self._supervisor = supervisor
-        self._secret = new_secret()
+        self._open = open_keys()
         self._shared: SharedKey | None = None
         self._keys = self._keys_of(settings, in_file)
         self._numbers = numbers
@@ -113,11 +113,11 @@ class Controllers(Numbers):
         if in_file is not None:
             return in_file
         if settings.insecure or not settings.urls:
-            return open_keys(self._secret)
+            return self._open
         if self._shared is None:
             self._shared = SharedKey(FIELD)
             self._supervisor.spawn(self._shared.keep(), "controllers-key")
-        return self._shared.of_member(self._secret)
+        return self._shared.keys
 
     async def told(self, wanted: Wanted) -> Wanted:
         """The same with what instances hold of the prompt."""
@@ -136,9 +136,7 @@ class Controllers(Numbers):
         return self.following.get(place.instance) if place.instance else self._of_url.get(place.url)
 
     def _heard(self, heard: GatewayHeard) -> None:
-        # Without a key file, instances let in whoever has the key that this user's processes share.
-        shared = self._shared if self._settings.curve_file == "" and not self._settings.insecure else None
-        self.following.follow(heard.instances, shared.keys if shared is not None else self._keys)
+        self.following.follow(heard.instances, self._keys)
 
     def _has_news(self) -> None:
         if self._learning is None:

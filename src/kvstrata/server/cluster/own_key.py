@@ -80,7 +80,7 @@ def member_keys(
     shared = SharedKey(_FIELD, environment)
     supervisor.spawn(shared.keep(), "cluster-key")
     why = f"it does not have the key in {shared.path}, or runs with --insecure; {ADVICE}"
-    own = shared.of_member(secret)
+    own = shared.keys._replace(secret=secret)  # by which it proves its id
     return MemberKeys(own, own, str(shared.path), ADVICE, why)
 
 
