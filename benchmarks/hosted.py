@@ -29,7 +29,6 @@ from kvstrata.native.core import (
     LentHold,
     RecordSpec,
     Verifier,
-    names_of,
     record_bytes,
     seal_record,
 )
@@ -223,7 +222,7 @@ class MooncakeClient(Way):
         pass
 
     async def _call(self, name: str, keys: list[bytes], *arguments: Any) -> Any:
-        return getattr(self._store, name)(names_of(KEY_PREFIX, keys), *arguments)
+        return getattr(self._store, name)([KEY_PREFIX + key.hex() for key in keys], *arguments)
 
     async def put(self, keys: list[bytes]) -> bool:
         places, lengths = self._places(keys, for_put=True)

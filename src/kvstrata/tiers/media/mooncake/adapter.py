@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.keys.batch import split
-from kvstrata.native.core import CopyOutcome, Verifier, names_of
+from kvstrata.native.core import CopyOutcome, Verifier
 from kvstrata.observability.logging import Thinning
 from kvstrata.tiers.base import (
     AdapterContext,
@@ -198,7 +198,7 @@ class MooncakeAdapter(StorageAdapter):
 
     async def exists(self, keys: bytes, ask: Ask) -> bytes:
         """Ask the store once for all keys."""
-        names = names_of(KEY_PREFIX, split(keys))
+        names = [_name(key) for key in split(keys)]
         if not names:
             return b""
         asked = self._lanes.submit(Lane.LOOKUP, lambda: self._store.batch_is_exist(names))
