@@ -54,7 +54,7 @@ from kvstrata.native.core import CopyEngine
 from kvstrata.patience import patience
 from kvstrata.rpc import wire
 from kvstrata.session.attach import Attachment
-from kvstrata.types import LayoutIdentity, LeaseName, RequestIdentity, Role, Slice
+from kvstrata.types import KEY_BYTES, LayoutIdentity, LeaseName, RequestIdentity, Role, Slice
 
 log = logging.getLogger(__name__)
 
@@ -267,10 +267,17 @@ class CacheClient:
         will be, and a lookup that `follows` so many chunks asks for the rest.
         Raises ValueError if `chain` is not a whole number of keys.
         """
-        return self.lookups.begin(
-            identity, chain, request_id, probe, deadline_ms, tails, traceparent, own_chunks, stores_late,
+        if isinstance(chain, ChunkHasher):
+            probe = probe or chain.probe
+            chain = chain.chain
+        if len(chain) % KEY_BYTES:
+            raise ValueError(f"chain has {len(chain)} bytes, not a multiple of {KEY_BYTES}")
+        keys = chain[: wire.MAX_CHUNKS * KEY_BYTES]
+        asked = wire.Lookup(
+            0, 1, 0, request_id[:256], keys, probe, list(tails), traceparent, own_chunks, stores_late,
             wait_ms, expects, source, in_parts, follows,
         )  # fmt: skip
+        return self.lookups.begin(identity, asked, deadline_ms)
 
     def promise(self, identity: Identity, chain: bytes) -> PromiseCall:
         """Say that this engine computes these chunks now and will store them; lookups of others may wait. Never blocks.

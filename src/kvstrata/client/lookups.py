@@ -28,7 +28,7 @@ from kvstrata.client.handles import LookupCall, LookupResult, PromiseCall, miss
 from kvstrata.client.identities import Identity, IdentityTable
 from kvstrata.client.link import Kind, Link, Pending
 from kvstrata.errors import DeadlineExceeded, KvstrataError, Unavailable, UnknownIdentity
-from kvstrata.keys import ChunkHasher, batch
+from kvstrata.keys import batch
 from kvstrata.rpc import wire
 from kvstrata.types import EXTENT, KEY_BYTES, LeaseName, MissReason
 
@@ -64,45 +64,21 @@ class Lookups(msgspec.Struct, eq=False):
     )
     _told_of_unknown_reason: bool = False
 
-    def begin(
-        self,
-        identity: Identity,
-        chain: bytes | ChunkHasher,
-        request_id: str,
-        probe: bytes,
-        deadline_ms: int | None,
-        tails: Sequence[wire.TailSet] = (),
-        traceparent: str = "",
-        own_chunks: int = 0,
-        stores_late: bool = False,
-        wait_ms: int = 0,
-        expects: bool = False,
-        source: str = "",
-        in_parts: bool = False,
-        follows: int = 0,
-    ) -> LookupCall:
-        """See `CacheClient.lookup`."""
-        if isinstance(chain, ChunkHasher):
-            probe = probe or chain.probe
-            chain = chain.chain
-        if len(chain) % KEY_BYTES:
-            raise ValueError(f"chain has {len(chain)} bytes, not a multiple of {KEY_BYTES}")
+    def begin(self, identity: Identity, asked: wire.Lookup, deadline_ms: int | None) -> LookupCall:
+        """See `CacheClient.lookup`. `asked` lacks its numbers, and its times are bounded here."""
         call = LookupCall(self._cancel)
         self.begun += 1
-        asks = bool(chain or tails)
+        asks = bool(asked.keys or asked.tails)
         if not asks or not self._link.accepts:
             call.finish(miss(MissReason.BREAKER_OPEN if asks else MissReason.NEVER_STORED))
             return call
         limit_ms = min(self._timeout_ms if deadline_ms is None else deadline_ms, wire.MAX_DEADLINE_MS)
         # A request has so long in all; a long time for loads leaves some to wait.
-        wait_ms = min(wait_ms, wire.MAX_DEADLINE_MS - min(limit_ms, wire.MAX_DEADLINE_MS // 4))
+        wait_ms = min(asked.wait_ms, wire.MAX_DEADLINE_MS - min(limit_ms, wire.MAX_DEADLINE_MS // 4))
         limit_ms = min(limit_ms, wire.MAX_DEADLINE_MS - wait_ms)
         deadline_s = time.monotonic() + (limit_ms + wait_ms) / 1000
-        keys = chain[: wire.MAX_CHUNKS * KEY_BYTES]
-        asked = wire.Lookup(
-            0, 1, 0, request_id[:256], keys, probe, list(tails), traceparent, own_chunks, stores_late,
-            wait_ms, expects, source, in_parts, follows,
-        )  # fmt: skip
+        if wait_ms != asked.wait_ms:
+            asked = msgspec.structs.replace(asked, wait_ms=wait_ms)
         self._link.post(lambda: self._ask(call, identity, asked, deadline_s))
         return call
 

@@ -45,6 +45,7 @@ from kvstrata.config.secrets import scrubbed
 from kvstrata.errors import TransferError
 from kvstrata.observability.logging import Thinning
 from kvstrata.patience import patience
+from kvstrata.process.supervisor import answer_future
 
 log = logging.getLogger(__name__)
 
@@ -298,14 +299,6 @@ class NixlEngine:
         loop = self._loop
         future: asyncio.Future[Any] = loop.create_future()
 
-        def finish(result: Any, error: BaseException | None) -> None:
-            if future.done():
-                return
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
-
         def run() -> None:
             try:
                 result, error = work(), None
@@ -315,7 +308,7 @@ class NixlEngine:
                 what = f"nixl: {type(caught).__name__}: {scrubbed(caught)}"
                 result = None
                 error = caught if isinstance(caught, TransferError) else TransferError(what, field="engine")
-            loop.call_soon_threadsafe(finish, result, error)
+            loop.call_soon_threadsafe(answer_future, future, result, error)
 
         self._work.put(run)
         return await future

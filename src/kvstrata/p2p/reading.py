@@ -39,6 +39,7 @@ from kvstrata.p2p.finding import Shared
 from kvstrata.p2p.frames import ABSENT, BUSY, FrameError, Stream, Ticket
 from kvstrata.p2p.nixl import NixlEngine, ReadItem
 from kvstrata.p2p.serving import this_host
+from kvstrata.process.supervisor import answer_future
 from kvstrata.rpc.cluster_wire import CLUSTER_PROTOCOL_VERSION, Owner, PeerHello, PeerWelcome
 from kvstrata.rpc.zmq_curve import ClusterKeys
 from kvstrata.rpc.zmq_link import AskLink, Links
@@ -135,22 +136,13 @@ class Connection:
                     result = work(stream)
                 except (OSError, FrameError) as error:
                     broken = error
-            self._loop.call_soon_threadsafe(_finish, done, result, broken)
+            self._loop.call_soon_threadsafe(answer_future, done, result, broken)
         if self.socket is not None:
             self.socket.close()
         while not self._work.empty():
             if (task := self._work.get()) is not None:
                 gone = FrameError("the connection was given up")
-                self._loop.call_soon_threadsafe(_finish, task[1], None, gone)
-
-
-def _finish(done: asyncio.Future[object], result: object, error: BaseException | None) -> None:
-    if done.done():
-        return
-    if error is None:
-        done.set_result(result)
-    else:
-        done.set_exception(error)
+                self._loop.call_soon_threadsafe(answer_future, task[1], None, gone)
 
 
 class _Peer:

@@ -90,6 +90,16 @@ SWITCH_S = 0.000_5
 """Time for which a busy thread may keep the event loop waiting for the interpreter (`sys.setswitchinterval`)."""
 
 
+def answer_future(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
+    """End a future as the work did that it stands for, unless nobody waits for it any more."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
+
+
 def on_a_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
     """Run `work`, which may never end, on a thread that does not keep the process alive; awaits its result.
 
@@ -97,14 +107,6 @@ def on_a_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
-
-    def tell(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)  # type: ignore[arg-type]
-        else:
-            future.set_exception(error)
 
     def body() -> None:
         name_thread()
@@ -115,7 +117,7 @@ def on_a_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
         except BaseException as error:
             failure = error
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(tell, result, failure)
+            loop.call_soon_threadsafe(answer_future, future, result, failure)
         failure = None  # it refers to this frame, and together they would keep what `work` had until they are collected
 
     threading.Thread(target=body, name=name, daemon=True).start()

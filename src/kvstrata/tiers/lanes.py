@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from kvstrata.native.connector import NativeLanes
+from kvstrata.process.supervisor import answer_future
 
 T = TypeVar("T")
 
@@ -121,13 +122,4 @@ class Lanes:
 
     def _take_done(self) -> None:
         for future, result, error in [] if self._native is None else self._native.take_done():
-            _finish(future, result, error)
-
-
-def _finish(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
-    if future.done():
-        return  # the caller cancelled its wait; the work itself has run to its end
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)
+            answer_future(future, result, error)

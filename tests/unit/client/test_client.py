@@ -349,7 +349,8 @@ class Server:
 
     def answers(self, n_chunks: int, extents: bytes, reason: str) -> LookupCall:
         """A lookup of N_CHUNKS chunks that gets this answer."""
-        call = self.lookups.begin(self.identity, bytes(N_CHUNKS * KEY_BYTES), "request", b"", None)
+        asked = wire.Lookup(0, 1, 0, "request", bytes(N_CHUNKS * KEY_BYTES))
+        call = self.lookups.begin(self.identity, asked, None)
         (asked,) = self.link.said()
         if isinstance(asked, wire.Identify):
             self.link.table.reply(

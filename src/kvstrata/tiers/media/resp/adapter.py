@@ -71,7 +71,7 @@ PIECE_BYTES = 16 << 20
 """Payload bytes of one piece of a batch."""
 SCAN_COUNT = 1000
 DEADLINE_MS = 5_000
-CLEAR_S, WALK_S = 120.0, 3600.0
+CLEAR_S = 120.0
 """Longest time of a clear; a server may answer SCAN for ever."""
 ROOM_HOLDS_S = 0.5
 
