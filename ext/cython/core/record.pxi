@@ -9,7 +9,7 @@ cdef extern from "base/crew.h" namespace "kvstrata" nogil:
         Crew(size_t) except +
 
 
-cdef extern from "record/verify.h" namespace "kvstrata" nogil:
+cdef extern from "record/record.h" namespace "kvstrata" nogil:
     cdef struct StoredRecord:
         const void* bytes
         uint64_t length

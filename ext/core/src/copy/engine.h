@@ -35,10 +35,11 @@
 #include <vector>
 
 #include "copy/items.h"
-#include "copy/job.h"
 #include "copy/job_ledger.h"
 
 namespace kvstrata {
+
+class CopyJob;
 
 struct CopyCompletion {
   std::uint64_t job_id;

@@ -5,10 +5,10 @@
 #include <atomic>
 #include <bit>
 #include <cstring>
-#include <memory>
-#include <new>
+#include <vector>
 
 #include "base/clock.h"
+#include "base/crew.h"
 #include "hash/crc32c.h"
 
 namespace kvstrata {
@@ -341,17 +341,13 @@ Status seal_record(void* record, std::uint64_t length, const RecordSpec& spec,
     return Status(StatusCode::kBadArgument, "length: too small for the record",
                   static_cast<std::int64_t>(length), static_cast<std::int64_t>(needed));
   }
-  const std::unique_ptr<Section[]> sections(new (std::nothrow) Section[section_count]);
-  if (sections == nullptr) {
-    return Status(StatusCode::kNoSpace, "section_count: no memory for the table",
-                  static_cast<std::int64_t>(section_count));
-  }
+  std::vector<Section> sections(section_count);
   const auto* payload = static_cast<const unsigned char*>(record) + (needed - payload_bytes);
   for (std::uint64_t i = 0; i < section_count; ++i) {
     sections[i] = Section{0, section_lengths[i], crc32c(payload, section_lengths[i])};
     payload += section_lengths[i];
   }
-  return write_record_header(record, length, spec, sections.get(), section_count);
+  return write_record_header(record, length, spec, sections.data(), section_count);
 }
 
 Digest parent_of_record(const void* record, std::uint64_t length) noexcept {
@@ -417,19 +413,15 @@ Status verify_record(const void* record, std::uint64_t length,
   std::array<Section, kUsual> few;
   KVSTRATA_RETURN_IF_ERROR(read_record_header(record, length, &header, few.data(), few.size()));
   const Section* sections = few.data();
-  std::unique_ptr<Section[]> many;
+  std::vector<Section> many;
   if (header.section_count > kUsual) {
-    many.reset(new (std::nothrow) Section[header.section_count]);
-    if (many == nullptr) {
-      return Status(StatusCode::kNoSpace, "section_count: no memory for the table",
-                    header.section_count);
-    }
     const std::uint32_t capacity = header.section_count;
-    KVSTRATA_RETURN_IF_ERROR(read_record_header(record, length, &header, many.get(), capacity));
+    many.resize(capacity);
+    KVSTRATA_RETURN_IF_ERROR(read_record_header(record, length, &header, many.data(), capacity));
     if (header.section_count != capacity) {
       return corrupt("inner.section_count: changed while it was read");
     }
-    sections = many.get();
+    sections = many.data();
   }
   KVSTRATA_RETURN_IF_ERROR(check_is_wanted(header, expected_key));
   const auto* payload = static_cast<const unsigned char*>(record) + header.header_bytes;
@@ -464,6 +456,13 @@ Status verify_stored_record(const void* record, std::uint64_t length,
                    header.stored_crc);
   }
   return Status();
+}
+
+void verify_each(Crew& crew, std::span<StoredRecord> records) {
+  crew.each(records.size(), [&](std::size_t i) {
+    StoredRecord& record = records[i];
+    record.status = verify_stored_record(record.bytes, record.length, &record.key);
+  });
 }
 
 }  // namespace kvstrata

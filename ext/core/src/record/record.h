@@ -18,11 +18,14 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "base/status.h"
 #include "kvstrata/digest.h"
 
 namespace kvstrata {
+
+class Crew;  // base/crew.h
 
 inline constexpr std::uint16_t kRecordVersion = 1;
 inline constexpr std::uint64_t kRecordAlignment = 4096;
@@ -135,5 +138,15 @@ Status verify_record(const void* record, std::uint64_t length, const Digest* exp
 // record are checked against their CRC: they are the bytes that were written, but may not decode.
 Status verify_stored_record(const void* record, std::uint64_t length,
                             const Digest* expected_key) noexcept;
+
+struct StoredRecord {
+  const void* bytes = nullptr;  // `length` bytes, which must outlive the call
+  std::uint64_t length = 0;
+  Digest key{};
+  Status status;  // the result, of verify_stored_record
+};
+
+// Verifies all records, in the calling thread and in idle threads of the crew; returns when done.
+void verify_each(Crew& crew, std::span<StoredRecord> records);
 
 }  // namespace kvstrata
