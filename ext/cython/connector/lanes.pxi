@@ -20,7 +20,7 @@ cdef extern from "lanes/lanes.h" namespace "kvstrata" nogil:
         Status create(const LaneOptions&, unique_ptr[CLanes]*) noexcept
         int event_fd() noexcept
         Status submit(CLane, unique_ptr[LaneJob]&, cbool) noexcept
-        Status take_done(vector[unique_ptr[LaneJob]]*) noexcept
+        void take_done(vector[unique_ptr[LaneJob]]*) noexcept
         void stop() noexcept
         cbool idle() noexcept
         void close() noexcept
@@ -248,11 +248,9 @@ cdef class NativeLanes:
     def take_done(self) -> list[tuple[Any, Any, BaseException | None]]:
         """(token, result, error) of each job that has ended and was not taken yet, in the order of their ends."""
         cdef vector[unique_ptr[LaneJob]] jobs
-        cdef Status status
         cdef _Token token
         with nogil:
-            status = self.lanes.get().take_done(&jobs)
-        raise_for(status, LANES)
+            self.lanes.get().take_done(&jobs)
         done = []
         for i in range(jobs.size()):
             token = <_Token><object>token_of(jobs[i].get())

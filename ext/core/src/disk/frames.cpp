@@ -7,11 +7,6 @@
 
 namespace kvstrata::disk {
 
-RecordMemory record_memory(std::uint32_t record_bytes) noexcept {
-  return RecordMemory(
-      static_cast<std::uint8_t*>(std::aligned_alloc(kFileBlockBytes, whole_blocks(record_bytes))));
-}
-
 Status write_frame(const PlacedFrame& placed, const std::uint8_t* record) noexcept {
   FileBlock header;
   encode(placed.header, &header);

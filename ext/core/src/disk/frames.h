@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
 #include <optional>
 
@@ -21,14 +20,6 @@ struct PlacedFrame {
   std::uint32_t block = 0;
   std::uint64_t parent = 0;  // see DiskPlace
 };
-
-struct FreeBytes {
-  void operator()(void* bytes) const noexcept { std::free(bytes); }
-};
-using RecordMemory = std::unique_ptr<std::uint8_t, FreeBytes>;
-
-// Memory for one record, aligned for direct files. nullptr: the allocation failed.
-RecordMemory record_memory(std::uint32_t record_bytes) noexcept;
 
 // Writes a placed frame. `record` has header.record_bytes bytes; nullptr: only the header is
 // written. After an error any part of the frame may have been written.

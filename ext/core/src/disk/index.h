@@ -101,8 +101,7 @@ class DiskIndex {
     return 0;
   }
 
-  // Adds the key, or replaces its place. REQUIRES: place.sequence > 0. Throws std::bad_alloc, and
-  // then nothing has changed.
+  // Adds the key, or replaces its place. REQUIRES: place.sequence > 0.
   void set(const Digest& key, const DiskPlace& place) {
     if (DiskPlace* const found = find(key)) {
       *found = place;

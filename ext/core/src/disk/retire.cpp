@@ -209,13 +209,13 @@ void Retirer::reinsert(Lock& lock, Segment& segment) noexcept {
         .kind = FrameKind::kRecord, .record_bytes = record.place.record_bytes, .key = record.key};
     // One record may always stay: in a small log a record may be larger than the share.
     if (header.frame_bytes() > left && !again.empty()) continue;
-    const RecordMemory memory = record_memory(record.place.record_bytes);
-    if (memory == nullptr) break;
     lock.unlock();
+    std::vector<FileBlock> memory(whole_blocks(record.place.record_bytes) / kFileBlockBytes);
+    unsigned char* const bytes = memory.data()->bytes.data();
     Status status;
-    const bool sound = read_frame(*segment.file, record.place, record.key, segment.generation,
-                                  memory.get(), &status) &&
-                       may_stay(memory.get(), record.place.record_bytes, record.key);
+    const bool sound =
+        read_frame(*segment.file, record.place, record.key, segment.generation, bytes, &status) &&
+        may_stay(bytes, record.place.record_bytes, record.key);
     lock.lock();
     if (!sound) {  // the record is evicted with the others
       if (is_missing(status)) ++shared_.counts.corrupt_records;
@@ -226,12 +226,12 @@ void Retirer::reinsert(Lock& lock, Segment& segment) noexcept {
     const DiskPlace* const found = finder_.find(record.key);
     if (found == nullptr || found->sequence != record.place.sequence) continue;
     left -= std::min(left, header.frame_bytes());
-    header.head_crc = head_crc_of(memory.get(), record.place.record_bytes);
+    header.head_crc = head_crc_of(bytes, record.place.record_bytes);
     PlacedFrame placed = appender_.place(std::move(header));
     placed.parent = record.place.parent;
     finder_.begin_put(record.key);
     lock.unlock();
-    status = write_frame(placed, memory.get());
+    status = write_frame(placed, bytes);
     lock.lock();
     appender_.written(placed, status);
     if (!status.ok()) {

@@ -1,6 +1,7 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// State that all parts of one disk log share. DiskLog owns it, and it outlives them.
+// The options of one disk log, and the state that all its parts share. DiskLog owns it, and it
+// outlives them.
 #pragma once
 
 #include <condition_variable>
@@ -9,8 +10,39 @@
 #include <mutex>
 #include <string>
 
-#include "disk/options.h"
+#include "files/files.h"
 #include "files/notes.h"
+
+namespace kvstrata {
+
+struct DiskOptions {
+  std::string folder;  // absolute; made if it is missing
+  std::uint64_t capacity_bytes = 0;
+  std::uint64_t segment_bytes = 0;  // 0: segment_bytes_for(capacity_bytes)
+  // A segment is made only if it leaves this much free on the file system.
+  std::uint64_t min_free_bytes = 0;
+  bool direct = true;  // bypass the page cache where the file system can
+  // Share of a segment that is written again when it retires: its most recently used records.
+  std::uint32_t reinsert_percent = 20;
+  // True: the log makes segments ready in a thread of its own. False: put_end() makes them ready.
+  bool own_threads = true;
+};
+
+// A 64th of the capacity; if that is less than 64 MiB, 64 MiB or a 16th of the capacity, whichever
+// is less. At most 8 GiB.
+constexpr std::uint64_t segment_bytes_for(std::uint64_t capacity_bytes) noexcept {
+  const std::uint64_t most = capacity_bytes / 16;
+  std::uint64_t bytes = capacity_bytes / 64;
+  if (bytes < 64 << 20) bytes = most < 64 << 20 ? most : 64 << 20;
+  if (bytes > std::uint64_t{8} << 30) bytes = std::uint64_t{8} << 30;
+  return bytes / kFileBlockBytes * kFileBlockBytes;
+}
+
+// The least segment_bytes and capacity_bytes with which a log works well.
+inline constexpr std::uint64_t kMinSegmentBytes = 8 * kFileBlockBytes;
+inline constexpr std::uint64_t kMinDiskBytes = 16 * 2 * kMinSegmentBytes;
+
+}  // namespace kvstrata
 
 namespace kvstrata::disk {
 
@@ -18,17 +50,6 @@ namespace kvstrata::disk {
 // comment says that it unlocks the mutex, it does so around its I/O, and state that the caller has
 // read before the call may have changed.
 using Lock = std::unique_lock<std::mutex>;
-
-// Opens files: direct ones if `direct` is true and the file system has direct files.
-class FileOpener {
- public:
-  FileOpener(FileLayer& files, bool direct) : files_(files), direct_(direct) {}
-  Status open(const std::string& path, FileMode mode, std::unique_ptr<File>* out) noexcept;
-
- private:
-  FileLayer& files_;
-  bool direct_;
-};
 
 struct Counts {
   std::uint64_t put_bytes = 0;
@@ -47,8 +68,8 @@ struct Counts {
 struct Shared {
   const DiskOptions options;
   FileLayer& files;
-  FileOpener opener{files, options.direct};  // for the thread that opens or maintains the log
   NoteBook notes{};  // its lock is taken with or without the mutex held, and is a leaf
+  FileOpener opener{files, options.direct, notes};
 
   // Guards the counts and all state of all parts. Never held over I/O.
   std::mutex mutex{};

@@ -7,6 +7,8 @@
 #include <cerrno>
 #include <cstring>
 
+#include "files/notes.h"
+
 namespace kvstrata {
 
 bool is_os_error(const Status& status, int error) noexcept {
@@ -32,6 +34,17 @@ const char* stops_start(const Status& status) {
 std::string describe_file_error(const std::string& path, const Status& status) {
   if (status.code() != StatusCode::kOsError) return path + ": " + status.message();
   return path + ": " + ::strerror(static_cast<int>(status.detail(0)));
+}
+
+Status FileOpener::open(const std::string& path, FileMode mode, std::unique_ptr<File>* out) {
+  if (direct_.load(std::memory_order_relaxed)) {
+    const Status status = files_.open(path, mode, true, out);
+    if (status.code() != StatusCode::kUnsupported) return status;
+    if (direct_.exchange(false))
+      notes_.add(true,
+                 "use_odirect has no effect: the file system of " + path + " has no direct files");
+  }
+  return files_.open(path, mode, false, out);
 }
 
 Status File::length(std::uint64_t* out) noexcept {

@@ -17,6 +17,7 @@
 // link, open() and the locks refuse it, and stat() reports the link itself.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -27,6 +28,8 @@
 #include "base/status.h"
 
 namespace kvstrata {
+
+class NoteBook;  // files/notes.h
 
 // Offsets and lengths of direct files are multiples of this.
 inline constexpr std::uint64_t kFileBlockBytes = 4096;
@@ -148,6 +151,20 @@ class FileLayer {
   // a network file system.)
   virtual Status lock(const std::string& path, std::unique_ptr<FileLock>* out,
                       std::string* holder) noexcept = 0;
+};
+
+// Opens files: direct ones if `direct` is true and the file system has direct files; that it has
+// none becomes a note. All references must outlive it.
+class FileOpener {
+ public:
+  FileOpener(FileLayer& files, bool direct, NoteBook& notes) noexcept
+      : files_(files), notes_(notes), direct_(direct) {}
+  Status open(const std::string& path, FileMode mode, std::unique_ptr<File>* out);
+
+ private:
+  FileLayer& files_;
+  NoteBook& notes_;
+  std::atomic<bool> direct_;
 };
 
 // The operating system's files. The object is never destroyed.

@@ -12,7 +12,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
-#include <new>
+#include <memory>
 #include <utility>
 
 #include "files/files.h"
@@ -289,11 +289,7 @@ class PosixFiles final : public FileLayer {
       ::close(fd);
       return not_a_file();
     }
-    out->reset(new (std::nothrow) PosixFile(fd, direct));
-    if (*out == nullptr) {
-      ::close(fd);
-      return Status(StatusCode::kNoSpace, "memory for a file");
-    }
+    *out = std::make_unique<PosixFile>(fd, direct);
     return Status();
   }
 
@@ -327,27 +323,23 @@ class PosixFiles final : public FileLayer {
     out->clear();
     const std::unique_ptr<DIR, int (*)(DIR*)> folder(::opendir(path.c_str()), ::closedir);
     if (folder == nullptr) return os_error("opendir");
-    try {
-      for (;;) {
-        errno = 0;
-        const dirent* const entry = ::readdir(folder.get());
-        if (entry == nullptr) return errno == 0 ? Status() : os_error("readdir");
-        std::string name = entry->d_name;
-        if (name == "." || name == "..") continue;
-        FolderEntry found{.name = std::move(name)};
-        if (entry->d_type == DT_UNKNOWN) {
-          FileStat stat_of;
-          if (!stat(path + "/" + found.name, &stat_of).ok()) continue;  // removed meanwhile
-          found.is_file = stat_of.is_file;
-          found.is_folder = stat_of.is_folder;
-        } else {
-          found.is_file = entry->d_type == DT_REG;
-          found.is_folder = entry->d_type == DT_DIR;
-        }
-        out->push_back(std::move(found));
+    for (;;) {
+      errno = 0;
+      const dirent* const entry = ::readdir(folder.get());
+      if (entry == nullptr) return errno == 0 ? Status() : os_error("readdir");
+      std::string name = entry->d_name;
+      if (name == "." || name == "..") continue;
+      FolderEntry found{.name = std::move(name)};
+      if (entry->d_type == DT_UNKNOWN) {
+        FileStat stat_of;
+        if (!stat(path + "/" + found.name, &stat_of).ok()) continue;  // removed meanwhile
+        found.is_file = stat_of.is_file;
+        found.is_folder = stat_of.is_folder;
+      } else {
+        found.is_file = entry->d_type == DT_REG;
+        found.is_folder = entry->d_type == DT_DIR;
       }
-    } catch (const std::bad_alloc&) {
-      return Status(StatusCode::kNoSpace, "memory for a directory");
+      out->push_back(std::move(found));
     }
   }
 
@@ -375,16 +367,12 @@ class PosixFiles final : public FileLayer {
       if (errno != EWOULDBLOCK) return os_error("flock");
       std::array<char, 200> text{};
       const ssize_t length = ::pread(file.get(), text.data(), text.size(), 0);
-      try {
-        holder->assign(text.data(), static_cast<std::size_t>(std::max<ssize_t>(length, 0)));
-      } catch (const std::bad_alloc&) {
-        holder->clear();
-      }
+      holder->assign(text.data(), static_cast<std::size_t>(std::max<ssize_t>(length, 0)));
       return Status(StatusCode::kBusy, "locked");
     }
     if (busy) return Status(StatusCode::kBusy, "its folder is locked");
-    out->reset(new (std::nothrow) PosixLock(std::move(file), std::move(locked)));
-    return *out != nullptr ? Status() : Status(StatusCode::kNoSpace, "memory for a lock");
+    *out = std::make_unique<PosixLock>(std::move(file), std::move(locked));
+    return Status();
   }
 };
 

@@ -34,21 +34,9 @@ LoadOutcome FsFiles::outcome_of(Read read) noexcept {
   return {LoadStatus::kFailed, Reason::kIo};
 }
 
-// Opens a direct file if that is configured and this file system has direct files.
-Status FsFiles::open_at_best(const std::string& path, FileMode mode, std::unique_ptr<File>* out) {
-  if (direct_.load(std::memory_order_relaxed)) {
-    const Status status = layer_.open(path, mode, true, out);
-    if (status.code() != StatusCode::kUnsupported) return status;
-    if (direct_.exchange(false))
-      notes_.add(true, "use_odirect has no effect: the file system of " + paths_.base() +
-                           " has no direct files");
-  }
-  return layer_.open(path, mode, false, out);
-}
-
 Status FsFiles::write_file(const NewPart& part) {
   std::unique_ptr<File> file;
-  KVSTRATA_RETURN_IF_ERROR(open_at_best(part.path, FileMode::kCreate, &file));
+  KVSTRATA_RETURN_IF_ERROR(opener_.open(part.path, FileMode::kCreate, &file));
   // Direct files take whole blocks: the last block is padded, then the file is truncated.
   const std::uint64_t tail = file->direct() ? part.length % kFileBlockBytes : 0;
   const std::uint64_t whole = part.length - tail;
@@ -196,7 +184,7 @@ FsFiles::Read FsFiles::read(LoadItem& item, const SeeFile& see) {
   std::unique_ptr<File> file;
   FileStat found;
   std::int64_t accessed_unix_ns = 0;
-  Status status = open_at_best(path, FileMode::kRead, &file);
+  Status status = opener_.open(path, FileMode::kRead, &file);
   if (status.ok()) status = file->stat(&found);
   if (status.ok()) {
     accessed_unix_ns = see(found);

@@ -9,7 +9,6 @@
 // synced since a file in it was unlinked. The two mutexes for that are leaves of the lock order.
 #pragma once
 
-#include <atomic>
 #include <bitset>
 #include <cstdint>
 #include <functional>
@@ -37,7 +36,7 @@ class FsFiles {
       : layer_(layer),
         paths_(paths),
         notes_(notes),
-        direct_(direct),
+        opener_(layer, direct, notes),
         crew_(own_threads ? kSyncThreads : 0) {}
 
   struct NewPart {
@@ -102,7 +101,6 @@ class FsFiles {
     Status status;                   // set by sync()
   };
 
-  Status open_at_best(const std::string& path, FileMode mode, std::unique_ptr<File>* out);
   Status write_file(const NewPart& part);
   Status rename_into_place(const Publication& item, std::vector<std::string>* made);
   // Makes the two directories of a key, unless they are known to be durable. Appends the paths that
@@ -118,7 +116,7 @@ class FsFiles {
   FileLayer& layer_;
   const FsPaths& paths_;
   NoteBook& notes_;
-  std::atomic<bool> direct_;
+  FileOpener opener_;
   Crew crew_;
 
   // One bit for each directory, by the first one or two bytes of the key.

@@ -7,7 +7,6 @@
 #include <condition_variable>
 #include <list>
 #include <mutex>
-#include <new>
 #include <optional>
 #include <system_error>
 #include <thread>
@@ -56,19 +55,14 @@ class DoneJobs {
   // Makes event_fd() readable although no job is new, because the last thread of a group has left.
   void signal() const noexcept { event_.signal(); }
   // See Lanes::take_done().
-  Status take(std::vector<std::unique_ptr<LaneJob>>* out) noexcept {
+  void take(std::vector<std::unique_ptr<LaneJob>>* out) noexcept {
     out->clear();
     const std::lock_guard lock(mutex_);
-    try {
-      out->reserve(jobs_.size());
-    } catch (const std::bad_alloc&) {
-      return Status(StatusCode::kNoSpace, "no memory for the jobs that are done");
-    }
+    out->reserve(jobs_.size());
     event_.drain();
     for (QueuedJob& done : jobs_)
       out->push_back(std::move(done.job));
     jobs_.clear();
-    return Status();
   }
 
  private:
@@ -138,11 +132,7 @@ LaneGroup::LaneGroup(std::string name, std::uint32_t workers, bool serves_many,
 Status LaneGroup::submit(Lane lane, std::unique_ptr<LaneJob>& job, bool beyond_limit) noexcept {
   const std::size_t pieces = job->pieces();
   Jobs queued;
-  try {
-    queued.push_back({.job = nullptr, .lane = lane, .pieces = pieces, .left = pieces});
-  } catch (const std::bad_alloc&) {
-    return Status(StatusCode::kNoSpace, "no memory for the job");
-  }
+  queued.push_back({.job = nullptr, .lane = lane, .pieces = pieces, .left = pieces});
   {
     const std::lock_guard lock(mutex_);
     Pieces& counts = counts_[index_of(lane)];
@@ -207,8 +197,6 @@ Status LaneGroup::start_threads(std::size_t more) noexcept {
   } catch (const std::system_error& error) {
     if (threads_.empty())
       return Status(StatusCode::kOsError, "a thread cannot be started", error.code().value());
-  } catch (const std::bad_alloc&) {
-    if (threads_.empty()) return Status(StatusCode::kNoSpace, "no memory for a thread");
   }
   return Status();
 }
@@ -311,13 +299,9 @@ Status Lanes::create(const LaneOptions& options, std::unique_ptr<Lanes>* out) no
     return Status(StatusCode::kBadArgument, "queue_limit: must be between 1 and 1048576",
                   options.queue_limit, kMaxQueue);
   }
-  try {
-    std::unique_ptr<Lanes> lanes(new Lanes(options));
-    KVSTRATA_RETURN_IF_ERROR(lanes->done_->open());
-    *out = std::move(lanes);
-  } catch (const std::bad_alloc&) {
-    return Status(StatusCode::kNoSpace, "no memory for the lanes");
-  }
+  std::unique_ptr<Lanes> lanes(new Lanes(options));
+  KVSTRATA_RETURN_IF_ERROR(lanes->done_->open());
+  *out = std::move(lanes);
   return Status();
 }
 
@@ -329,8 +313,8 @@ Status Lanes::submit(Lane lane, std::unique_ptr<LaneJob>& job, bool beyond_limit
   return by_lane_[index_of(lane)]->submit(lane, job, beyond_limit);
 }
 
-Status Lanes::take_done(std::vector<std::unique_ptr<LaneJob>>* out) noexcept {
-  return done_->take(out);
+void Lanes::take_done(std::vector<std::unique_ptr<LaneJob>>* out) noexcept {
+  done_->take(out);
 }
 
 void Lanes::stop() noexcept {

@@ -19,7 +19,8 @@
 // jobs are done and not read.
 //
 // A thread is started when work first needs it. All methods are thread-safe except the destructor,
-// which calls close(). In a forked child the object is unusable: its destructor returns at once.
+// which calls close(). Running out of memory for its own tables ends the process. In a forked child
+// the object is unusable: its destructor returns at once.
 #pragma once
 
 #include <sys/types.h>
@@ -68,7 +69,7 @@ class Lanes {
   static constexpr std::uint32_t kMaxQueue = 1 << 20;
 
   // After an error `*out` is unchanged. kBadArgument: an option is out of range; detail(0) is the
-  // value. kOsError: the system refuses an eventfd. kNoSpace: no memory.
+  // value. kOsError: the system refuses an eventfd.
   static Status create(const LaneOptions& options, std::unique_ptr<Lanes>* out) noexcept;
   ~Lanes();
   Lanes(const Lanes&) = delete;
@@ -79,13 +80,13 @@ class Lanes {
 
   // Takes ownership of the job; after an error `job` still belongs to the caller. kQueueFull:
   // queue_limit pieces are already waiting in this lane; `beyond_limit` skips this check, for jobs
-  // that complete work which was admitted earlier. kClosed: stop() was called. kNoSpace: no memory.
+  // that complete work which was admitted earlier. kClosed: stop() was called.
   // kOsError: the lane has no thread and cannot start one; detail(0) is errno.
   Status submit(Lane lane, std::unique_ptr<LaneJob>& job, bool beyond_limit = false) noexcept;
 
   // Replaces `*out` with the jobs that are done and not read, in the order in which they ended; the
-  // caller owns them. kNoSpace: no memory; `*out` is empty, and the jobs can still be taken.
-  Status take_done(std::vector<std::unique_ptr<LaneJob>>* out) noexcept;
+  // caller owns them.
+  void take_done(std::vector<std::unique_ptr<LaneJob>>* out) noexcept;
 
   // Refuses new jobs from now on; accepted jobs still run to their end. When the last thread has
   // left, idle() becomes true and event_fd() becomes readable once more.

@@ -9,7 +9,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <new>
+#include <memory>
 
 namespace kvstrata {
 
@@ -41,8 +41,7 @@ Status Backing::attach(int fd, std::uint64_t bytes) noexcept {
   if (fd_ < 0) return Status(StatusCode::kOsError, "a descriptor cannot be duplicated", errno);
   bytes_ = bytes;
   steps_ = (bytes + kStepBytes - 1) / kStepBytes;
-  backed_.reset(new (std::nothrow) std::atomic<std::uint64_t>[(steps_ + 63) / 64]());
-  if (backed_ == nullptr) return Status(StatusCode::kOsError, "no memory", ENOMEM);
+  backed_ = std::make_unique<std::atomic<std::uint64_t>[]>((steps_ + 63) / 64);
   // The mapping of a file of huge pages has reserved all of them already, on the NUMA nodes of the
   // mapping's policy, which fallocate would not follow.
   if (system.f_type == HUGETLBFS_MAGIC || static_cast<std::uint64_t>(info.st_blocks) * 512 >= bytes)

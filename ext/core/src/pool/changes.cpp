@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <new>
 
 namespace kvstrata {
 
@@ -47,11 +46,7 @@ Status Changes::begin() noexcept {
   const std::lock_guard lock(mutex_);
   if (!entries_.empty()) return {};
   if (const Status status = signal_.open(); !status.ok()) return status;
-  try {
-    entries_.resize(kChanges);
-  } catch (const std::bad_alloc&) {
-    return Status(StatusCode::kNoSpace, "changes: no memory for them");
-  }
+  entries_.resize(kChanges);
   kept_.store(true, std::memory_order_relaxed);
   return {};
 }

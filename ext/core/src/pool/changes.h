@@ -45,7 +45,7 @@ struct ChangedTiers {
 
 class Changes {
  public:
-  // Keeps changes from now on. Idempotent. kNoSpace: no memory; kOsError: no descriptor.
+  // Keeps changes from now on. Idempotent. kOsError: no descriptor.
   Status begin() noexcept;
 
   void note(std::uint16_t tier, Change change, std::uint64_t tag) noexcept {

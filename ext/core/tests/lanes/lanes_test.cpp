@@ -90,7 +90,7 @@ std::vector<std::unique_ptr<LaneJob>> done(Lanes& lanes, std::size_t count) {
     pollfd ready{lanes.event_fd(), POLLIN, 0};
     CHECK_EQ(poll(&ready, 1, kLongMs), 1);
     std::vector<std::unique_ptr<LaneJob>> some;
-    CHECK_OK(lanes.take_done(&some));
+    lanes.take_done(&some);
     for (auto& ended : some)
       all.push_back(std::move(ended));
   }
