@@ -51,44 +51,12 @@ SERVER_CHUNKS = {"kvstrata_l1_hit_chunks": "L1 chunks", "kvstrata_l2_hit_chunks"
 """Metrics of a cache server, and the sources that they count."""
 
 
-class Request(NamedTuple):
-    """A question about a document, to endpoint number `endpoint`."""
-
-    document: int
-    round: int
-    document_tokens: int
-    question_tokens: int
-    output_tokens: int
-    endpoint: int
-
-    def prompt(self, seed: int, vocabulary: range) -> list[int]:
-        """The prompt's token ids, all within `vocabulary`."""
-        document = random.Random(f"{seed}/document {self.document}")
-        question = random.Random(f"{seed}/question {self.document} {self.round}")
-        return [
-            *document.choices(vocabulary, k=self.document_tokens),
-            *question.choices(vocabulary, k=self.question_tokens),
-        ]
-
-
-def long_documents(
-    documents: int,
-    document_tokens: int,
-    question_tokens: int,
-    output_tokens: int,
-    *,
-    rounds: int,
-    endpoints: int,
-) -> list[list[Request]]:
-    """Rounds with a question about each document; from round to round a document moves to the next endpoint."""
+def prompt(options: argparse.Namespace, document: int, turn: int) -> list[int]:
+    """The token ids of a question about a document, another one in each round, all within the vocabulary."""
+    seed, vocabulary = options.seed, options.vocabulary
     return [
-        [
-            Request(
-                number, turn, document_tokens, question_tokens, output_tokens, (number + turn) % endpoints
-            )
-            for number in range(documents)
-        ]
-        for turn in range(rounds)
+        *random.Random(f"{seed}/document {document}").choices(vocabulary, k=options.document_tokens),
+        *random.Random(f"{seed}/question {document} {turn}").choices(vocabulary, k=options.question_tokens),
     ]
 
 
@@ -348,32 +316,25 @@ async def _measure(options: argparse.Namespace) -> dict[str, Any]:
         models = [await _model_at(engines, url, options.model) for url in urls]
         room = asyncio.Semaphore(options.concurrency)
 
-        async def send(request: Request) -> Result:
+        async def send(document: int, turn: int) -> Result:
             async with room:
+                to = (document + turn) % len(urls)
                 body = {
-                    "model": models[request.endpoint],
-                    "prompt": request.prompt(options.seed, options.vocabulary),
-                    "max_tokens": request.output_tokens,
+                    "model": models[to],
+                    "prompt": prompt(options, document, turn),
+                    "max_tokens": options.output_tokens,
                     "temperature": 0,
                     "stream": True,
                     "stream_options": {"include_usage": True},
                     "ignore_eos": True,
                     **options.extra_body,
                 }
-                return await _send(engines, urls[request.endpoint], body)
+                return await _send(engines, urls[to], body)
 
-        workload = long_documents(
-            options.documents,
-            options.document_tokens,
-            options.question_tokens,
-            options.output_tokens,
-            rounds=options.rounds,
-            endpoints=len(urls),
-        )
-        for number, requests in enumerate(workload):
-            await asyncio.sleep(options.pause_s if number else 0)
+        for turn in range(options.rounds):
+            await asyncio.sleep(options.pause_s if turn else 0)
             before = await _counters(pages)
-            results = list(await asyncio.gather(*map(send, requests)))
+            results = await asyncio.gather(*(send(document, turn) for document in range(options.documents)))
             rounds.append(Round(results, *_grown(before, await _counters(pages))))
     total = figures(rounds)
     if not total["requests"]:
