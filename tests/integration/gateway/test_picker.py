@@ -18,6 +18,7 @@ from tests.harness.scripted_engine import Got, Line, ScriptedEngine, delta
 from tests.harness.waiting import eventually_async
 from tests.integration.gateway.conftest import Start, status_of
 from tests.integration.gateway.envoy import Envoy
+from tests.integration.gateway.test_door import bearer, tenants
 from tests.integration.gateway.test_kv_events import Sim, is_whole, operators
 
 pytestmark = pytest.mark.integration
@@ -200,6 +201,19 @@ async def test_without_a_picker_requests_go_on(scene, session, how):
         scene.picker.thaw()
         await eventually_async("the picker is asked again", picked)
         await is_idle(scene, session)
+
+
+async def test_a_tenants_kv_is_its_own_whatever_other_filters_envoy_has(start, session, tmp_path):
+    engine = ScriptedEngine()
+    own: dict[str, Any] = {"kv_transfer_params": {"kvstrata.tenant": "red-kv"}, "cache_salt": "red-kv"}
+    named = tenants(tmp_path, red={"kv_tenant": "red-kv"})
+    picker = await start(engine, tenants=named, picker={"listen": "127.0.0.1:0"})
+    async with Envoy(tmp_path, picker.ready["picker_port"], [engine.port, engine.port]) as envoy:
+        for size in (1, 10_000_000):
+            body, headers = ask("x" * size), bearer("red")
+            assert await status_of(session.post(envoy.url + CHAT, json=body, headers=headers)) == 200
+            assert [one.document for one in engine.got if one.document] == [{**own, **body}]
+            engine.got.clear()
 
 
 async def test_text_goes_where_kv_events_say_that_it_is_cached(start, session, tmp_path):

@@ -15,7 +15,7 @@ from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.type.v3.http_status_pb2 import HttpStatus
 
-from kvstrata.gateway.envoy.configuration import AUTHZ, ENDPOINT, FRAGMENT, NUMBER
+from kvstrata.gateway.envoy.configuration import AUTHZ, ENDPOINT, NUMBER
 from kvstrata.gateway.errors import Failure, error_body
 from kvstrata.gateway.marks import Marks, marks
 from kvstrata.gateway.request import Chosen
@@ -74,11 +74,7 @@ def chosen(found: Chosen) -> Reply:
     common = pb.CommonResponse(header_mutation=mutation, clear_route_cache=True)
     reply = pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=common))
     reply.dynamic_metadata.get_or_create_struct(NAMESPACE)[ENDPOINT] = endpoint
-    # Where the watcher and the access log look for them.
-    told = reply.dynamic_metadata.get_or_create_struct(AUTHZ)
-    told[NUMBER] = str(found.number)
-    if found.fragment:
-        told[FRAGMENT] = found.fragment.decode("ascii")
+    reply.dynamic_metadata.get_or_create_struct(AUTHZ)[NUMBER] = str(found.number)  # where the access log finds it
     return reply
 
 

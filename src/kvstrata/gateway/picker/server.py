@@ -177,6 +177,9 @@ class PickerServer:
             decided = await requests.decide(request, body, subset=subset)
             if not isinstance(decided, Failure):
                 await context.write(messages.chosen(decided))
+                if decided.fragment:
+                    at = body.index(b"{") + 1
+                    body = b"".join((body[:at], decided.fragment, body[at:]))
                 if not message.request_headers.end_of_stream:
                     for part in messages.parts(body, ends=not trails):
                         await context.write(part)
