@@ -74,7 +74,7 @@ def chosen(found: Chosen) -> Reply:
     common = pb.CommonResponse(header_mutation=mutation, clear_route_cache=True)
     reply = pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=common))
     reply.dynamic_metadata.get_or_create_struct(NAMESPACE)[ENDPOINT] = endpoint
-    reply.dynamic_metadata.get_or_create_struct(AUTHZ)[NUMBER] = str(found.number)  # where the access log finds it
+    reply.dynamic_metadata.get_or_create_struct(AUTHZ)[NUMBER] = str(found.number)  # for the access log
     return reply
 
 
