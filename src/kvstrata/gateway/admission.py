@@ -154,7 +154,7 @@ class Admission(Numbers):
             request.decided = told.set
             try:
                 await told.wait()
-            except asyncio.CancelledError:
+            except BaseException:  # cancelled, or closed
                 self.leave(request)
                 raise
         assert request.found is not None

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvstrata.config.gateway_model import GatewayTenantSettings
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.marks import BROKE_OFF, CANCELLED, OK
+from kvstrata.gateway.picker.at_once import in_task
 from kvstrata.patience import patience
 from kvstrata.process.http_gate import Access
 
@@ -150,6 +151,7 @@ class Tenant:
         A client sees the end of its answer a moment before Envoy's log tells of it here.
         """
         self._left.clear()
+        await in_task()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience(GRACE_S)):
                 await self._left.wait()

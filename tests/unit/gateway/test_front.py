@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvstrata.gateway.envoy import process as envoy
 from kvstrata.gateway.parts import Parts
+from kvstrata.gateway.picker.at_once import begin, in_task
 from kvstrata.gateway.picker.front import Front, Question
 
 
@@ -70,3 +71,36 @@ async def test_connections_that_envoy_refuses_are_told_once(monkeypatch, caplog)
     await one._look()
     await one._look()
     assert sum("connections_refused" in record.getMessage() for record in caplog.records) == 1
+
+
+async def test_a_coroutine_that_begins_at_once_ends_as_in_a_task_whatever_it_waits_for() -> None:
+    seen: list[str] = []
+
+    async def work(waits: asyncio.Event | None) -> None:
+        try:
+            if waits is not None:
+                await in_task()
+                async with asyncio.timeout(60):
+                    await waits.wait()
+            seen.append("ended")
+        except BaseException as error:
+            seen.append(type(error).__name__)
+            raise
+
+    assert begin(work(None)) is None
+    going = asyncio.Event()
+    again = begin(work(going))
+    assert again is not None
+    await asyncio.sleep(0)
+    going.set()
+    await again
+    for steps in (0, 3):
+        task = begin(work(asyncio.Event()))
+        assert task is not None
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        del task
+    assert seen == ["ended", "ended", "GeneratorExit", "CancelledError"]

@@ -23,6 +23,7 @@ from kvstrata.gateway.envoy.configuration import ENDPOINT, FRAGMENT, NUMBER, STR
 from kvstrata.gateway.errors import Failure, error_body
 from kvstrata.gateway.marks import CANCELLED
 from kvstrata.gateway.parts import Parts
+from kvstrata.gateway.picker.at_once import begin
 from kvstrata.gateway.request import Chosen, Head, request_id
 from kvstrata.observability.logging import EventLog
 from kvstrata.text import type_and_place
@@ -115,7 +116,7 @@ class Question(asyncio.Protocol):
             self._front.held_bytes -= len(self._received)
             self._received = b""
             (method, target, headers), self._head = self._head, None
-            self._task = asyncio.get_running_loop().create_task(self._answer(method, target, headers, body))
+            self._task = begin(self._answer(method, target, headers, body))
 
     async def _answer(self, method: str, target: str, headers: dict[bytes, bytes], body: bytes) -> None:
         path = target.partition("?")[0]

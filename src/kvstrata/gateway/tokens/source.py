@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from kvstrata.config.gateway_model import TokenSettings
 from kvstrata.gateway.engine_http import Asker
 from kvstrata.gateway.fleet import EngineState, Fleet, ServingEngine
+from kvstrata.gateway.picker.at_once import in_task
 from kvstrata.gateway.tokens.engines import REFUSED, Agreed, Silent, Verdict, asks, taken, tokenized, verify
 from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, FEATURES, prompt_in
 from kvstrata.gateway.tokens.tokenizer import Memory, OwnTokenizer
@@ -108,6 +109,7 @@ class Tokens(Numbers):
         known = Known(None, "degraded" if base in self.degraded else "unknown_model")
         renders = self.settings.render and path in RENDERED
         if base not in self.degraded and (renders or base in self.tokenizers):
+            await in_task()
             try:
                 async with asyncio.timeout(self.settings.deadline_ms / 1_000):
                     if base in self.tokenizers:

@@ -1,0 +1,48 @@
+"""Runs coroutines up to their first wait without a task, which costs 30 µs; mostly a choice waits for nothing.
+
+asyncio.timeout needs a task: what may be run like this waits for `in_task` before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import types
+from collections.abc import Coroutine, Generator
+from typing import Any
+
+
+def begin(work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+    """Run it up to its first wait, and the rest as a task; None: it has ended.
+
+    If the task is cancelled before it runs, the coroutine is closed (GeneratorExit).
+    """
+    try:
+        waits = work.send(None)
+    except StopIteration:
+        return None
+    return asyncio.get_running_loop().create_task(_rest(work, waits))
+
+
+async def in_task() -> None:
+    """What follows runs in a task."""
+    if asyncio.current_task() is None:
+        await asyncio.sleep(0)
+
+
+async def _rest(work: Coroutine[Any, Any, None], waits: Any) -> None:
+    await _resumed(work, waits)
+
+
+@types.coroutine
+def _resumed(work: Coroutine[Any, Any, None], waits: Any) -> Generator[Any, Any, None]:
+    """Pass on what it waits for, and what comes of that."""
+    try:
+        while True:
+            try:
+                found = yield waits
+            except BaseException as error:
+                waits = work.throw(error)
+            else:
+                waits = work.send(found)
+    except StopIteration:
+        return
