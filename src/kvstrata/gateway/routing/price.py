@@ -180,8 +180,7 @@ class View:
         alone = self._alone = list(map(operator.add, prefills, answers))
         least_s = min(prefills)
         self._settle(alone, range(len(alone)))
-        able = bool(self.contract) and self._may_compute()
-        return self._with_splits(least_s, min(alone)) if able else alone
+        return self._with_splits(least_s, min(alone)) if self.contract else alone
 
     def _near(self, cost: float) -> float:
         return cost + self.near_share * abs(cost)
@@ -248,6 +247,15 @@ class View:
 
     def _with_splits(self, least_s: float, best_s: float) -> list[float]:
         """Return the costs where splits cost less. `least_s`: of computing the prompt, whatever classes it misses."""
+        is_ours, everyone = self.contract == "kvstrata", self.everyone
+        able = [
+            at for at, one in enumerate(everyone) if one.role != "decode" and (one.instance or not is_ours)
+        ]
+        if not able:
+            return self._alone
+        self._places[""] = able
+        for at in able if is_ours else ():
+            self._places.setdefault(everyone[at].instance, []).append(at)
         found, leg, rest, now_s = list(self._alone), self._leg(""), REST_TOKENS[self.contract], self.now_s
         near_s, first_s, once_s = self._near(best_s), HANDOVER_S + leg.cost, MISSED_S + least_s - leg.cost
         most_s = near_s - first_s - min(0.0, once_s)
@@ -278,19 +286,6 @@ class View:
                     self.splits[at], found[at] = split, split.cost
             near_s = min(near_s, self._near(found[at]))
         return found
-
-    def _may_compute(self) -> bool:
-        """Note who may compute the prompt for another one; returns whether somebody may."""
-        is_ours, places = self.contract == "kvstrata", self._places
-        able = places[""] = [
-            at
-            for at, one in enumerate(self.everyone)
-            if one.role != "decode" and (one.instance or not is_ours)
-        ]
-        if is_ours:
-            for at in able:
-                places.setdefault(self.everyone[at].instance, []).append(at)
-        return bool(able)
 
     def _lacking(self) -> tuple[dict[str, int], int]:
         """Return what engines, by name, and all others compute at least: as if the longest copy were at hand."""
@@ -324,7 +319,12 @@ class View:
     def _missed(self, at: int, prompt_s: float, ttft_s: float) -> float:
         """How many requests are expected to miss their classes at an engine that computes so long, and answers."""
         one, late, slow = self.engines[at], self._lateness(ttft_s), self._slow.get(at, 0.0)
-        return late + slow - late * slow + (one.crowded + harmed(one, prompt_s) if one.limited else 0.0)
+        harmed = 0.0
+        if one.limited:
+            harmed = (
+                one.crowded + 0.5 * one.limited * math.erfc(one.spare - one.strain * prompt_s) - one.missed
+            )
+        return late + slow - late * slow + harmed
 
     def _lateness(self, ttft_s: float) -> float:
         """How likely a first token that is expected then is to come later than the class allows."""
@@ -400,8 +400,7 @@ class View:
         # If the leg is the engine itself, no other one computes it for less.
         if not may_hand_over(self.contract, leg.engine, one):
             return None
-        if self.shared or one.name in self.own:
-            self._make_exact((at,))
+        self._make_exact((at,))
         own = self._ways.get(at)
         lacks = (n - own.cached_tokens if own else self._lacks.get(one.name, self._usual)) - rest
         if lacks <= 0:
@@ -451,11 +450,6 @@ def may_hand_over(contract: Contract, prefill: EngineState, decode: EngineState)
         return True
     known = bool(prefill.instance and decode.instance)
     return known and (prefill.instance == decode.instance or "peer" in decode.paths)
-
-
-def harmed(one: EngineState, prompt_s: float) -> float:
-    """How many of the answers in flight are expected to miss their classes for a prompt that takes so long."""
-    return 0.5 * one.limited * math.erfc(one.spare - one.strain * prompt_s) - one.missed
 
 
 def cheapest(
