@@ -115,8 +115,7 @@ class ServingEngine:
         self.probed = asyncio.Event()
         """Set after the first probe."""
         self.up_since_s = 0.0
-        self.returned = False
-        """Whether it has been down since the gateway knows it."""
+        """0: it has never been up."""
 
     @property
     def in_flight(self) -> int:
@@ -217,9 +216,7 @@ class Fleet:
         self._serving.clear()
         for rank in engine.ranks:
             rank.place = engine.place._replace(name=rank.name)
-            rank.state, rank.reason, rank.models = engine.state, engine.reason, engine.models
-            rank.generation, rank.returned = engine.generation, engine.returned
-            rank.up_since_s = engine.up_since_s
+            rank.state, rank.models, rank.generation = engine.state, engine.models, engine.generation
         for target in (engine, *engine.ranks):
             target.load.role = engine.place.role
             target.load.instance = engine.place.instance or self._instance_of(engine)
@@ -267,12 +264,11 @@ class Fleet:
         engine.failed_probes = 0
         if engine.state is EngineState.LEAVING or engine.state is EngineState.UP:
             return
-        engine.returned = engine.state is EngineState.DOWN and engine.up_since_s > 0
-        engine.generation += engine.returned
+        if engine.state is EngineState.DOWN and engine.up_since_s > 0:
+            engine.generation += 1
+            self._returned.add(engine)
         engine.state, engine.reason, engine.is_silent = EngineState.UP, "", False
         engine.up_since_s = self._now_s()
-        if engine.returned:
-            self._returned.add(engine)
         self._tell_ranks(engine)
         self._log.info("engine_up", engine=engine.name, models=",".join(sorted(models))[:500])
         self.changed()
@@ -320,15 +316,15 @@ class Fleet:
 
     def share(self, engine: ServingEngine) -> float:
         """The share of the usual load that an engine may get now."""
-        if not engine.returned:
+        if engine not in self._returned:
             return 1.0
         grown = (self._now_s() - engine.up_since_s) / SLOW_START_S
         return min(1.0, LEAST_SHARE + (1 - LEAST_SHARE) * max(0.0, grown))
 
     def returned(self) -> list[ServingEngine]:
         """Engines that may not get their whole share yet."""
-        if self._returned:
-            self._returned = {one for one in self._returned if self.share(one) < 1.0}
+        for one in [one for one in self._returned if self.share(one) >= 1.0]:
+            self._returned.discard(one)
         return list(self._returned)
 
     def serving(self, model: str, but: Iterable[ServingEngine] = ()) -> list[ServingEngine]:
