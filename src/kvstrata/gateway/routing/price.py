@@ -178,20 +178,25 @@ class View:
         answer = share * request.answer_tokens
         answers = self._answers = [answer * one.token_s + MISSED_S * one.crowded for one in self.engines]
         alone = self._alone = list(map(operator.add, prefills, answers))
-        least_s = min(prefills)
-        self._settle(alone, range(len(alone)))
+        least_s = min(prefills) if self.contract else 0.0
+        self._settle(alone)
         return self._with_splits(least_s, min(alone)) if self.contract else alone
 
     def _near(self, cost: float) -> float:
         return cost + self.near_share * abs(cost)
 
-    def _settle(self, costs: list[float], some: Sequence[int]) -> None:
-        """Have the exact costs of those which cost the least, or near it. `costs`: `_prefills` or `_alone`."""
-        least = [costs[at] for at in some]
-        first = some[least.index(min(least))]
+    def _settle(self, costs: list[float], some: Sequence[int] = ()) -> None:
+        """Have the exact costs of those of `some` (all) which cost the least, or near it.
+
+        `costs`: `_prefills` or `_alone`.
+        """
+        first = min(some, key=costs.__getitem__) if some else costs.index(min(costs))
         self._make_exact((first,))
         near_s = self._near(costs[first])
-        some = [at for at, cost in zip(some, least, strict=True) if cost <= near_s]
+        if some:
+            some = [at for at in some if costs[at] <= near_s]
+        else:
+            some = [at for at, cost in enumerate(costs) if cost <= near_s]
         self._make_exact(some, ways=False)
         for at in sorted(some, key=costs.__getitem__) if self.shared or self.own else ():
             if costs[at] > near_s:
@@ -458,6 +463,8 @@ def cheapest(
     """Return the index of the lowest cost, and whether others hardly differ, of which the key chooses one."""
     lowest = min(costs)
     limit = lowest + abs(lowest) * near_share
+    if not near_share and costs.count(lowest) == 1:
+        return costs.index(lowest), False
     near = [at for at, cost in enumerate(costs) if cost <= limit]
     if len(near) == 1:
         return near[0], False
