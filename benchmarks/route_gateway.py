@@ -161,7 +161,7 @@ class Run:
         for engine in self.fleet.engines.values():
             self.fleet.up(engine, {MODEL: {}})
             self.index.add(engine.name)
-            self.fleet.load_rates.tell(engine.name, "l1", LoadPath(latency_s=0.0, tokens_s=LOADED_TOKENS_S))
+            engine.told["l1"] = LoadPath(latency_s=0.0, tokens_s=LOADED_TOKENS_S)
         self.outside = policy if isinstance(policy, Outside) else None
         inside: Any = POLICIES["least_loaded"] if isinstance(policy, Outside) else policy
         self.choosing = Choosing(inside, self.fleet, Heard(self.index), Meters({}), self.clock)

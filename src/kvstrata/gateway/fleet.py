@@ -26,9 +26,9 @@ from kvstrata.errors import ConfigError
 from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.residency.sources import Source, source_of
 from kvstrata.gateway.routing.model import EngineState as Load
-from kvstrata.gateway.routing.model import Role, Tier
+from kvstrata.gateway.routing.model import LoadPath, Role, Tier
 from kvstrata.gateway.routing.queues import Flight, Queue
-from kvstrata.gateway.routing.rates import DecodeRates, LoadRates, PrefillRates
+from kvstrata.gateway.routing.rates import DecodeRates, PrefillRates, load_path
 from kvstrata.observability.logging import EventLog
 
 SLOW_START_S = 10.0
@@ -101,6 +101,8 @@ class ServingEngine:
         self.load = Load(name=place.name, prefill_tokens_s=rates.rate(place.name, 0.0))
         """What this gateway has sent it, and those that it hears of; `queue` changes it."""
         self.queue = Queue(self.load, rates)
+        self.told: dict[Tier, LoadPath] = {}
+        """How fast its instance tells that it loads from tiers, see `rates.load_path`."""
         self.generation = 0
         """Changes with each return, after which its cache is taken for empty."""
         self.failed_probes = 0
@@ -147,7 +149,6 @@ class Fleet:
         self.engines: dict[str, ServingEngine] = {}
         self.rates = PrefillRates(ASSUMED_TOKENS_S)
         self.decode_rates = DecodeRates()
-        self.load_rates = LoadRates()
         self._instance_of: Callable[[ServingEngine], str] = lambda engine: ""
         self._tiers: set[Tier] = set()
         """To which the engines' paths are known."""
@@ -220,7 +221,7 @@ class Fleet:
         for target in (engine, *engine.ranks):
             target.load.role = engine.place.role
             target.load.instance = engine.place.instance or self._instance_of(engine)
-            self._rate_paths(target.load)
+            self._rate_paths(target)
 
     def attach(self, instance_of: Callable[[ServingEngine], str], *, peers: bool) -> None:
         """Controllers tell to which instances engines are attached, empty: not known, and if these read each other."""
@@ -236,7 +237,6 @@ class Fleet:
             target.queue.period.spoil()
         self.rates.forget(target.name)
         self.decode_rates.forget(target.name)
-        self.load_rates.forget(target.name)
         self._leaving.append(target)
 
     def target(self, name: str) -> ServingEngine | None:
@@ -312,7 +312,7 @@ class Fleet:
             self._rated_s, (tokens, _) = now_s, self.decode_rates.answer_tokens()
             for each in self._places():
                 each.queue.rate(self.decode_rates.line(each.name), tokens, now_s)
-                self._rate_paths(each.load)
+                self._rate_paths(each)
 
     def share(self, engine: ServingEngine) -> float:
         """The share of the usual load that an engine may get now."""
@@ -387,12 +387,13 @@ class Fleet:
         if not tiers <= self._tiers:
             self._tiers |= tiers
             for each in self._places():
-                self._rate_paths(each.load)
+                self._rate_paths(each)
 
-    def _rate_paths(self, load: Load) -> None:
+    def _rate_paths(self, target: ServingEngine) -> None:
+        load = target.load
         before, load.paths = load.paths, {}
         for tier in self._tiers:
-            path = load.paths[tier] = self.load_rates.path(load.name, tier, load.prefill_tokens_s)
+            path = load.paths[tier] = load_path(target.told, tier, load.prefill_tokens_s)
             path.free_s = before[tier].free_s if tier in before else 0.0
 
     def knows_all_models(self) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvstrata.gateway.routing.choose import POLICIES, choose
-from kvstrata.gateway.routing.model import EngineState, Knowledge, LoadPath, Request
-from kvstrata.gateway.routing.rates import ASSUMED_GAIN, LoadRates
+from kvstrata.gateway.routing.model import EngineState, Knowledge, LoadPath, Request, Tier
+from kvstrata.gateway.routing.rates import ASSUMED_GAIN, load_path
 
 NOW_S = 100.0
 
@@ -51,12 +51,10 @@ def test_a_session_stays_and_moves_only_when_its_engine_goes() -> None:
 
 
 def test_what_is_told_counts_and_a_load_into_l1_goes_on_from_there() -> None:
-    rates = LoadRates()
-    assert rates.path("a", "l1", 1_000.0).tokens_s == ASSUMED_GAIN * 1_000.0
-    rates.tell("a", "l2", LoadPath(latency_s=0.5, tokens_s=10_000.0))
-    assert rates.path("a", "l2", 1_000.0).tokens_s == pytest.approx(1 / (1 / 10_000 + 1 / 8_000))
-    rates.tell("a", "l1", LoadPath(latency_s=0.25, tokens_s=40_000.0))
-    assert rates.path("a", "l1", 1_000.0) == LoadPath(latency_s=0.25, tokens_s=40_000.0)
-    assert rates.path("a", "l2", 1_000.0) == LoadPath(latency_s=0.75, tokens_s=pytest.approx(8_000.0))
-    rates.forget("a")
-    assert rates.path("a", "l1", 1_000.0) == rates.path("b", "l1", 1_000.0)
+    told: dict[Tier, LoadPath] = {}
+    assert load_path(told, "l1", 1_000.0).tokens_s == ASSUMED_GAIN * 1_000.0
+    told["l2"] = LoadPath(latency_s=0.5, tokens_s=10_000.0)
+    assert load_path(told, "l2", 1_000.0).tokens_s == pytest.approx(1 / (1 / 10_000 + 1 / 8_000))
+    told["l1"] = LoadPath(latency_s=0.25, tokens_s=40_000.0)
+    assert load_path(told, "l1", 1_000.0) == told["l1"]
+    assert load_path(told, "l2", 1_000.0) == LoadPath(latency_s=0.75, tokens_s=pytest.approx(8_000.0))

@@ -195,8 +195,7 @@ class Controllers(Numbers):
             adapter = adapter_of(told, lora)
             if adapter is not None:
                 found.setdefault((kind, adapter), []).append(_At(engine, of))
-            for tier, path in paths(told, of.rates).items():
-                self._fleet.load_rates.tell(engine.name, tier, path)
+            engine.told.update(paths(told, of.rates))
         return dict(list(found.items())[:MAX_KINDS])
 
     def _request(self, prompt: Prompt, adapter: str) -> RequestIdentity:

@@ -25,6 +25,7 @@ import math
 import operator
 import statistics
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvstrata.gateway.routing.model import LoadPath, Tier
@@ -289,33 +290,16 @@ class DecodeRates:
         return (total / weight, weight / inverse) if weight else (0.0, 0.0)
 
 
-class LoadRates:
-    """How fast engines load KV from a tier, as their instances tell.
+def load_path(told: Mapping[Tier, LoadPath], tier: Tier, prefill_tokens_s: float) -> LoadPath:
+    """Return how fast an engine that computes `prefill_tokens_s` loads KV from a tier.
 
-    What lies in L2 or at a peer is loaded into L1 first, and from there into the engine.
+    `told`: how fast it has measured that it loads from L1, and its instance from other tiers into L1.  What lies in L2
+    or at a peer is loaded into L1 first, and from there into the engine.
     """
-
-    def __init__(self) -> None:
-        self._told: dict[tuple[str, Tier], LoadPath] = {}
-
-    def tell(self, engine: str, tier: Tier, path: LoadPath) -> None:
-        """The engine has measured how fast it loads from L1, or its instance how fast from another tier into L1."""
-        self._told[engine, tier] = path
-
-    def forget(self, engine: str) -> None:
-        """Drop an engine that has gone."""
-        for where in [where for where in self._told if where[0] == engine]:
-            del self._told[where]
-
-    def path(self, engine: str, tier: Tier, prefill_tokens_s: float) -> LoadPath:
-        """Return how fast an engine that computes `prefill_tokens_s` loads from a tier."""
-        found = self._told.get((engine, tier))
-        latency_s, tokens_s = (
-            (found.latency_s, found.tokens_s)
-            if found
-            else (ASSUMED_LATENCY_S, ASSUMED_GAIN * prefill_tokens_s)
-        )
-        if tier != "l1":
-            then = self.path(engine, "l1", prefill_tokens_s)
-            latency_s, tokens_s = latency_s + then.latency_s, 1.0 / (1.0 / tokens_s + 1.0 / then.tokens_s)
-        return LoadPath(latency_s=latency_s, tokens_s=tokens_s)
+    latency_s, tokens_s = ASSUMED_LATENCY_S, ASSUMED_GAIN * prefill_tokens_s
+    if tier in told:
+        latency_s, tokens_s = told[tier].latency_s, told[tier].tokens_s
+    if tier != "l1":
+        then = load_path(told, "l1", prefill_tokens_s)
+        latency_s, tokens_s = latency_s + then.latency_s, 1.0 / (1.0 / tokens_s + 1.0 / then.tokens_s)
+    return LoadPath(latency_s=latency_s, tokens_s=tokens_s)
