@@ -5,12 +5,13 @@
    machine opens could use the engines.
 2. With tenants in the settings each request must carry a tenant's key.
 3. A tenant's request beyond its rate of requests or of tokens, or its number of requests under way, gets 429 with
-   Retry-After.
+   Retry-After; and what it sends in long bodies at a time is bounded, since they are gathered before they are read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import hashlib
 import math
@@ -18,7 +19,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.config.gateway_model import GatewayTenantSettings
-from kvstrata.gateway.errors import Failure
+from kvstrata.gateway.envoy.configuration import LENGTH, STREAM, UNSIZED_BYTES, heap_bytes
+from kvstrata.gateway.errors import MAX_BODY_BYTES, Failure
 from kvstrata.gateway.marks import BROKE_OFF, CANCELLED, OK
 from kvstrata.gateway.picker.at_once import in_task
 from kvstrata.patience import patience
@@ -35,6 +37,48 @@ NEWEST = 0.1
 """Weight of the newest answer in the average."""
 
 Headers = Mapping[bytes, bytes]
+
+
+class Arriving:
+    """Long bodies of tenants that Envoy gathers, until it asks for an engine or tells that the request has ended.
+
+    By the lengths that their heads tell, they may take a quarter of Envoy's memory, and a tenant's half of that.
+    """
+
+    def __init__(self) -> None:
+        self._most = heap_bytes() // 4
+        self._bodies: dict[str, tuple[str, int]] = {}
+        """Tenant and bytes by Envoy's name of the request."""
+        self._bytes: collections.Counter[str] = collections.Counter()
+        """By tenant; "": of all."""
+
+    def begin(self, stream: str, tenant: str, n_bytes: int) -> Failure | None:
+        """A body begins to arrive, or is refused."""
+        room = min(self._most - self._bytes[""], self._most // 2 - self._bytes[tenant])
+        if n_bytes > room:
+            says = (
+                f"long bodies arrive already, {self._bytes[tenant] >> 20} MiB of them yours; come again later"
+            )
+            return Failure(503, "overloaded", says, retry_after_s=1)
+        self._bodies[stream] = tenant, n_bytes
+        self._add(tenant, n_bytes)
+        return None
+
+    def end(self, stream: str) -> None:
+        """It has arrived, or its request has ended."""
+        if (body := self._bodies.pop(stream, None)) is not None:
+            self._add(body[0], -body[1])
+
+    def clear(self) -> None:
+        """Envoy has no request."""
+        self._bodies.clear()
+        self._bytes.clear()
+
+    def _add(self, tenant: str, n_bytes: int) -> None:
+        for name in (tenant, ""):
+            self._bytes[name] += n_bytes
+            if not self._bytes[name]:
+                del self._bytes[name]
 
 
 class Bucket:
@@ -163,6 +207,7 @@ class Door:
     def __init__(self, access: Access, now_s: Callable[[], float], *, loopback: bool) -> None:
         """`loopback`: only this machine reaches the port."""
         self.access = access
+        self.arriving = Arriving()
         self._loopback = loopback
         self._now_s = now_s
         self._known_host: bytes | None = None
@@ -207,6 +252,14 @@ class Door:
             says = "Origin: pages of other sites may not use this port; add the site to http.allowed_hosts"
             return Failure(403, "unknown_origin", says)
         return None
+
+    def lets_in(self, headers: Headers) -> Failure | None:
+        """Why a long body is not to come; None: it may."""
+        tenant, length = self.tenant_of(headers), headers.get(LENGTH.encode(), b"")
+        if not isinstance(tenant, Tenant):
+            return tenant
+        n_bytes = min(int(length[:20]), MAX_BODY_BYTES) if length.isdigit() else UNSIZED_BYTES
+        return self.arriving.begin(headers.get(STREAM.encode(), b"").decode("latin-1"), tenant.name, n_bytes)
 
     def tenant_of(self, headers: Headers) -> Tenant | Failure | None:
         """The tenant of a request; None if clients need no key."""

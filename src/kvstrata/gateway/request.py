@@ -171,6 +171,7 @@ class Requests:
         if head.stream:
             self._by_stream[head.stream] = request
             request.left = head.stream in self._gone
+            self.parts.door.arriving.end(head.stream)
         return request
 
     async def decide(
@@ -328,6 +329,7 @@ class Requests:
     def _unread(self, stream: str) -> None:
         """Envoy has ended a request without its choice: the client went, or the choice came too late."""
         request = self._by_stream.get(stream)
+        self.parts.door.arriving.end(stream)
         if request is None:
             self._gone[stream] = None
             if len(self._gone) > MAX_GONE:

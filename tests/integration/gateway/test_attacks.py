@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import select
 import socket
 import struct
@@ -15,7 +16,7 @@ import aiohttp
 import pytest
 
 from kvstrata.config.gateway_model import GatewaySettings
-from kvstrata.gateway.envoy.configuration import connections
+from kvstrata.gateway.envoy.configuration import connections, heap_bytes
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import ScriptedEngine
 from tests.integration.gateway.conftest import Start, at_rest, envoy_mb, status_of
@@ -118,6 +119,32 @@ async def test_bodies_that_come_byte_by_byte_keep_nobody_out_and_live_while_they
         assert await slow == 200
     assert len(engine.got) == OTHERS + 1 and BODY in [got.body for got in engine.got]
     await at_rest(gateway, session)
+
+
+async def test_long_bodies_of_one_tenant_that_never_end_take_bounded_memory_and_leave_room_for_others(
+    start: Start, session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    engine = ScriptedEngine()
+    gateway = await start(engine, tenants=tenants(tmp_path))
+    limit_mb = heap_bytes() // 8 >> 20
+    key = b"authorization: " + bearer("red")["Authorization"].encode()
+    head = HEAD + key + b"\r\ncontent-length: %d\r\n\r\n{" % (64 << 20)
+
+    def send(line: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            line.sendall(head + bytes(60 << 20))
+
+    with contextlib.ExitStack() as stack:
+        for _ in range(limit_mb // 64 + 4):
+            line = stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port)))
+            await asyncio.to_thread(send, line)
+        assert await envoy_mb(gateway, session) < limit_mb + 300
+        image = json.dumps(ask(user="x" * (20 << 20))).encode()
+        headers = {**bearer("blue"), "Content-Type": "application/json"}
+        assert await status_of(session.post(gateway.url + CHAT, data=image, headers=headers)) == 200
+    await at_rest(gateway, session)
+    headers = {**bearer("red"), "Content-Type": "application/json"}
+    assert await status_of(session.post(gateway.url + CHAT, data=image, headers=headers)) == 200
 
 
 def frame(kind: int, stream: int, content: bytes, flags: int = 0) -> bytes:

@@ -23,6 +23,8 @@ from kvstrata.process.http_gate import is_loopback
 
 TEXT = Path(__file__).with_name("gateway.yaml")
 ENDPOINT = "x-gateway-destination-endpoint"
+LENGTH = "x-kv-length"
+"""The length of a body that is still to come."""
 NUMBER, FRAGMENT = "x-kv-number", "x-kv-fragment"
 """Headers of the picker's answer that become metadata."""
 AUTHZ = "envoy.filters.http.ext_authz"
@@ -32,6 +34,8 @@ READ_BYTES = 1 << 20
 """Of a body, if the rest may pass the picker by."""
 SHORT_BYTES = 64 << 10
 """Of a body that arrives before its sender's key is checked."""
+UNSIZED_BYTES = 8 << 20
+"""Of a body that is read whole, and whose head does not tell its length."""
 MAX_CONNECTIONS = 16_384
 SPARE_FILES = 256
 MAX_HEAP_BYTES = 4 << 30
@@ -94,7 +98,7 @@ def configuration(settings: GatewaySettings, place: Place, pipe: int) -> dict[st
         "engines": str(place.engines),
         "enters": 100 if settings.tenants else 0,
         "flush": {"access_log_flush_interval": "0.25s"} if pipe < 0 else {},
-        "heap_bytes": min(MAX_HEAP_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2),
+        "heap_bytes": heap_bytes(),
         "host": place.host,
         "line": LINE,
         "origins": _origins(settings),
@@ -111,10 +115,16 @@ def configuration(settings: GatewaySettings, place: Place, pipe: int) -> dict[st
         "too_large": error_body(TOO_LARGE, "").decode(),
         "too_long": MAX_BODY_BYTES + 1,
         "unavailable": UNAVAILABLE,
+        "unsized": UNSIZED_BYTES if settings.tenants else READ_BYTES,
         "waits": f"{settings.timeouts.silence_s if holds else waits_s:g}s",
         "watcher": _module(pipe) if pipe >= 0 else _lua(),
     }
     return dict(_filled(yaml.safe_load(TEXT.read_text()), values))
+
+
+def heap_bytes() -> int:
+    """What Envoy may hold in its memory."""
+    return min(MAX_HEAP_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
 
 
 def _filled(part: Any, values: Mapping[str, Any]) -> Any:

@@ -126,9 +126,9 @@ class Question(asyncio.Protocol):
                 stream = headers.get(STREAM.encode(), b"").decode("latin-1")
                 await self._choose(Head(method, path.removeprefix(CHOOSE), headers, word, stream), body)
             elif path.startswith(ENTER):
-                known = self._front.parts.door.tenant_of(headers)
-                if isinstance(known, Failure):
-                    self._refuse(known, path.removeprefix(ENTER))
+                failure = self._front.parts.door.lets_in(headers)
+                if failure is not None:
+                    self._refuse(failure, path.removeprefix(ENTER))
                 else:
                     self._write(200, (), b"")
             else:
