@@ -2,8 +2,6 @@
 #include "base/threads.h"
 
 #include <pthread.h>
-#include <sys/resource.h>
-#include <unistd.h>
 
 #include <cstddef>
 
@@ -17,14 +15,6 @@ SignalsBlocked::SignalsBlocked() noexcept {
 
 SignalsBlocked::~SignalsBlocked() {
   pthread_sigmask(SIG_SETMASK, &before_, nullptr);
-}
-
-void lower_priority(int steps) noexcept {
-  // Linux has a nice value for each thread, and takes a thread's id for a process's here.
-  const auto process = static_cast<id_t>(::getpid());
-  const auto thread = static_cast<id_t>(::gettid());
-  static_cast<void>(
-      ::setpriority(PRIO_PROCESS, thread, ::getpriority(PRIO_PROCESS, process) + steps));
 }
 
 void name_thread(std::thread& thread, const std::string& name) noexcept {

@@ -1,7 +1,6 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// For the threads that kvstrata starts: they receive no signals, and have names (`top -H`) and
-// priorities.
+// For the threads that kvstrata starts: they receive no signals, and have names (`top -H`).
 #pragma once
 
 #include <signal.h>
@@ -32,10 +31,6 @@ std::thread start_thread(Work&&... work) {
   const SignalsBlocked blocked;
   return std::thread(std::forward<Work>(work)...);
 }
-
-// Lowers the priority of the calling thread, for as long as it lives, by this many steps of nice(2)
-// below the process's. A system that refuses leaves it as it is.
-void lower_priority(int steps) noexcept;
 
 // Names a running thread; the kernel keeps the first 15 characters.
 void name_thread(std::thread& thread, const std::string& name) noexcept;
