@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from kvstrata.cluster.directory import Directory, Fill, SlotsExhausted
 from kvstrata.errors import ClusterFailure, TooOld, Unavailable
@@ -52,8 +52,8 @@ LIST_AGAIN_S, LIST_AGAIN_MAX_S = 1.0, 60.0
 R = TypeVar("R", bound=ClusterReply)
 
 
-class Listener(Protocol):
-    """Who hears how following goes."""
+class Listener:
+    """Hears how following goes; a subclass says what it makes of that."""
 
     def heard(self, condition: Condition | None) -> None:
         """The instance has answered; now and then with its condition."""

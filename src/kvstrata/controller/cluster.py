@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvstrata.clock import Clock
+from kvstrata.cluster.follow import Listener
 from kvstrata.cluster.followers import Followers
 from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.controller.commands import COMMAND_TTL_S, MAX_WAITING, Command, Commands
@@ -200,11 +200,11 @@ class Cluster(Numbers):
 
     def heard(self, member: Member, condition: Condition | None) -> None:
         """A member has answered."""
-        before = member.load.hits_total
+        before = member.condition.load.hits_total
         self.members.heard(member, condition, self._now())
         if condition is not None:
             self.ranking.forget_referred(member.id)
-            for source, count in member.load.hits_total.items():
+            for source, count in member.condition.load.hits_total.items():
                 # A member that is heard for the first time may have counted for long.
                 self.hits_total[source] += max(0, count - before.get(source, count))
             self.leadership.check_obeys(member, condition.obeys)
@@ -338,12 +338,14 @@ class Cluster(Numbers):
         self.journal.say("directory_full", reason=reason)
 
 
-class _Heard:
+class _Heard(Listener):
     """What a follower hears of one member."""
 
     def __init__(self, cluster: Cluster, member: Member) -> None:
         self._cluster, self._member = cluster, member
-        self.heard = partial(cluster.heard, member)
+
+    def heard(self, condition: Condition | None) -> None:
+        self._cluster.heard(self._member, condition)
 
     def listed(self, took_s: float) -> None:
         self._cluster.journal.say("listed", self._member.id, took_s=round(took_s, 3))

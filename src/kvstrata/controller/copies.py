@@ -286,20 +286,20 @@ class Copies(Numbers):
             named.keys, named.spans or (0,) * named.n_slices, None, MAX_HOLDERS
         )
         has = {one.group: one.n_chunks for one in found}
-        able = [one for one in cluster.live() if one.readable and one.reported == "ready"]
+        able = [one for one in cluster.live() if one.readable and one.condition.state == "ready"]
         holders = [one for one in able if one.id in arrived or has.get(one.group, 0) >= named.n_chunks]
         others = [one for one in able if one not in holders and self._may_get(hot, one)]
         hot.holders = sorted(one.id for one in holders)
         hot.wanted = wanted(hot.worth_gb, hot.wanted, len(holders) + len(others))
 
         def place(one: Member) -> Place:
-            load = one.load.used_bytes.get("l1", 0) / max(1, one.told.l1_bytes)
+            load = one.condition.load.used_bytes.get("l1", 0) / max(1, one.told.l1_bytes)
             return Place(one.id, one.told.zone, one.told.host, has.get(one.group, 0), load)
 
         to = next_place([place(one) for one in holders], [place(one) for one in others], hot.wanted)
         if to is None:
             return None
-        source = min(holders, key=lambda one: (one.load.peer_sending_bytes, one.id))
+        source = min(holders, key=lambda one: (one.condition.load.peer_sending_bytes, one.id))
         target = next(one for one in others if one.id == to.name)
         return source, target, 0 if any(named.spans) else to.has
 
@@ -308,7 +308,7 @@ class Copies(Numbers):
         n_bytes = hot.named.n_chunks * hot.chunk_bytes
         retry_s = self._failed_s.get((hot.end, member.id), float("-inf")) + RETRY_S
         return (
-            any(kind.slices == hot.slices for kind in member.models)
+            any(kind.slices == hot.slices for kind in member.condition.models)
             and n_bytes * MAX_SHARE <= member.told.l1_bytes
             and self._now() >= retry_s
         )

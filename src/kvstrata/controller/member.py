@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstrata.controller.orders import Orders
-from kvstrata.rpc.cluster_wire import KvKind, Load, Register, TierRate
+from kvstrata.rpc.cluster_wire import UNHEARD, Register
 
 if TYPE_CHECKING:  # with compiled modules, which `kvstrata ctl` does without
     from kvstrata.cluster.follow import Follower
@@ -22,7 +22,6 @@ MAX_SUPERSEDED = 16
 """Earlier incarnations that a member remembers; none of them may join again while the member lives."""
 MAX_SENT = 16
 """Commands of a member that are sent at a time; the others wait here."""
-NO_LOAD = Load({}, {}, {}, 0, 0, 0, 0)
 
 # --- the member -------------------------------------------------------------------------------------------------
 
@@ -110,16 +109,10 @@ class Member:
         self.heard_s = now_s
         self.ended_s = 0.0
         """Time of its death."""
-        self.reported = "ready"
-        """The instance's state, as it reports it."""
-        self.load = NO_LOAD
+        self.condition = UNHEARD
+        """The last one; kept after its death, since its engines serve without it."""
         self.obeys = (0, 0)
         """The greatest (cluster id, token) that the instance has seen."""
-        self.models: list[KvKind] = []
-        self.engines: list[str] = []
-        """URLs of its engines, as its last condition told; kept after its death, since engines serve without it."""
-        self.rates: list[TierRate] = []
-        """How fast it fills its L1, as its last condition told."""
         self.superseded: deque[int] = deque(maxlen=MAX_SUPERSEDED)
 
         self.follower: Follower | None = None

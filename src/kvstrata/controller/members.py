@@ -221,11 +221,9 @@ class Members:
         member.heard_s = max(member.heard_s, now_s)
         if condition is None:
             return
-        member.load = condition.load
-        member.models, member.engines, member.rates = condition.models, condition.engines, condition.rates
-        if member.reported != condition.state:
-            self._outbox.say("state", member, was=member.reported, now=condition.state)
-            member.reported = condition.state
+        was, member.condition = member.condition.state, condition
+        if was != condition.state:
+            self._outbox.say("state", member, was=was, now=condition.state)
         # An earlier command may not have reached it, or may have reached an earlier process of the instance.
         if condition.draining != member.draining and condition.state != "stopping":
             self._outbox.drained_otherwise.append(member)

@@ -58,7 +58,7 @@ class ClusterNumbers(Numbers):
         lambda self: {
             (one.id, tier): n_bytes
             for one in self._cluster.members
-            for tier, n_bytes in one.load.used_bytes.items()
+            for tier, n_bytes in one.condition.load.used_bytes.items()
         },
         "instance",
         "tier",

@@ -155,9 +155,10 @@ class Planning:
             ],
             "copies": self._cluster.copies.page(),
             "tiers": {
-                one.id: round(one.load.hits_total.get("l2", 0) / max(1, sum(one.load.hits_total.values())), 4)
+                one.id: round(hits.get("l2", 0) / max(1, sum(hits.values())), 4)
                 for one in self._cluster.live()
                 if len(one.told.tiers) > 1
+                for hits in (one.condition.load.hits_total,)
             },
         }
 
@@ -165,7 +166,9 @@ class Planning:
         """What larger L1s of the engines' instances would save: the mean over them."""
         wanted = set(urls)
         told = [
-            one.load.saved for one in self._cluster.live() if one.load.saved and wanted & set(one.engines)
+            one.condition.load.saved
+            for one in self._cluster.live()
+            if one.condition.load.saved and wanted & set(one.condition.engines)
         ]
         sizes = set.intersection(*(set(one) for one in told)) if told else set()
         return {size: sum(one[size] for one in told) / len(told) for size in sizes}

@@ -56,7 +56,7 @@ def kinds(members: Members) -> list[Kind]:
     record_bytes: dict[tuple[LayoutIdentity, tuple[bytes, ...], tuple[int, ...]], tuple[int, ...]] = {}
     for member in members:
         if member.state is MemberState.LIVE:
-            for model in member.models:
+            for model in member.condition.models:
                 spans = tuple(model.spans) if len(model.spans) == len(model.slices) else ()
                 key = model.layout, tuple(model.slices), spans
                 found.setdefault(key, {})[member.id] = model.adapters

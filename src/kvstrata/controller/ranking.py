@@ -63,7 +63,7 @@ class Ranking(Numbers):
             member = self._members.of_group(group)
             if member is None or not member.readable or member.id == told.asker:
                 continue
-            load = member.load.peer_sending_bytes / max(1, member.told.l1_bytes // 4)
+            load = member.condition.load.peer_sending_bytes / max(1, member.told.l1_bytes // 4)
             load += 0.01 * self._referred.get(member.id, 0)
             load += 0.5 * max(0.0, 1.0 - (now_s - member.joined_s) / SLOW_START_S)
             far = bool(zone) and member.told.zone != zone

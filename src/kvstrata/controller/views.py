@@ -34,11 +34,11 @@ def _fields(value: object, names: str) -> Body:
 
 def instance_row(cluster: Cluster, member: Member, keys: Mapping[str, int]) -> Body:
     """One instance; `keys`: its placements by tier."""
-    told, load, now_s = member.told, member.load, cluster.clock.monotonic_s()
+    told, load, now_s = member.told, member.condition.load, cluster.clock.monotonic_s()
     return {
         "id": member.id,
         "state": member.state.value,
-        "reported_state": member.reported,
+        "reported_state": member.condition.state,
         "draining": member.draining,
         "confirmed": member.confirmed,
         "incarnation": str(member.incarnation),
@@ -49,7 +49,7 @@ def instance_row(cluster: Cluster, member: Member, keys: Mapping[str, int]) -> B
         "keys": dict(keys),
         **_fields(load, "used_bytes capacity_bytes tier_states hits_total sessions"),
         **_fields(load, "peer_sending_bytes peer_sent_bytes_total peer_read_bytes_total"),
-        "engines": member.engines,
+        "engines": member.condition.engines,
         "waiting_commands": len(member.waiting),
         "heard_ago_s": round(max(0.0, now_s - member.heard_s), 3),
         "late": member.state is MemberState.LIVE and now_s - member.heard_s > cluster.settings.heartbeat_s,
@@ -109,7 +109,7 @@ def tier_totals(cluster: Cluster, keys: Mapping[int, Mapping[str, int]]) -> dict
     members = [member for member in cluster.members if member.state is not MemberState.DEAD]
     known = total_keys(members, keys)
     for member in members:
-        load = member.load
+        load = member.condition.load
         for tier in member.told.tiers:
             total = totals[tier]
             total["instances"] += 1

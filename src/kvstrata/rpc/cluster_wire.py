@@ -331,6 +331,10 @@ class Condition(msgspec.Struct, array_like=True, frozen=True):
     """How fast the instance fills its L1 from L2 and from peers, and its engines load from L1, as far as measured."""
 
 
+UNHEARD = Condition("ready", Load({}, {}, {}, 0, 0, 0, 0), [])
+"""Stands for the condition of an instance until it has told one."""
+
+
 class Changed(ClusterReply, frozen=True, tag="changes"):
     """What has changed, to be applied in this order; runs of one tier name no tag twice.
 

@@ -18,7 +18,7 @@ import pytest
 
 from kvstrata.cluster import follow
 from kvstrata.cluster.directory import Directory
-from kvstrata.cluster.follow import Follower
+from kvstrata.cluster.follow import Follower, Listener
 from kvstrata.cluster.lookups import Lookups
 from kvstrata.errors import BadRequest, ClusterFailure, KvstrataError, Unavailable
 from kvstrata.native.core import Registry
@@ -144,7 +144,7 @@ class Link:
         raise BadRequest("what?")
 
 
-class Known:
+class Known(Listener):
     """One follower with its directory."""
 
     def __init__(self, instance: Instance, rng: random.Random) -> None:
@@ -162,15 +162,6 @@ class Known:
         self.follower: Follower | None = None
         self.task: asyncio.Task[None] | None = None
         self.restart()
-
-    def heard(self, condition: wire.Condition | None) -> None:
-        pass
-
-    def applied(self, runs: Any) -> None:
-        pass
-
-    def listed(self, took_s: float) -> None:
-        pass
 
     def lost(self, reason: str) -> None:
         self.losses.append(reason)

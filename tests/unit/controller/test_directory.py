@@ -15,7 +15,7 @@ import pytest
 
 from kvstrata.cluster import follow
 from kvstrata.cluster.directory import Directory
-from kvstrata.cluster.follow import Follower
+from kvstrata.cluster.follow import Follower, Listener
 from kvstrata.cluster.lookups import Found, Lookups, Place
 from kvstrata.config.controller_model import EtcdSettings
 from kvstrata.controller import etcd
@@ -84,10 +84,9 @@ async def test_pages_of_lists_under_way_are_bounded(scene) -> None:
         return wire.Listed(1, 1, (request.cursor + 1) % 3, tags_of([request.cursor]))
 
     link: Any = SimpleNamespace(ask=ask, endpoint="tcp://x:1")
-    listener: Any = SimpleNamespace(heard=lambda c: None, listed=lambda s: None, lost=lambda r: None)
     gate = asyncio.Semaphore(4)
     followers = [
-        Follower(link, directory, group, listener, gate, incarnation=1, tiers=["l1"], beat_s=10.0)
+        Follower(link, directory, group, Listener(), gate, incarnation=1, tiers=["l1"], beat_s=10.0)
         for group in range(20)
     ]
     tasks = [asyncio.create_task(one.run()) for one in followers]

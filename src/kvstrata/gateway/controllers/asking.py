@@ -150,7 +150,7 @@ class Controllers(Numbers):
         self._groups.clear()
         self._of_url = {}
         for one in self.following:
-            for url in one.engines:
+            for url in one.condition.engines:
                 self._of_url.setdefault(url, one)
         self._fleet.attach(
             lambda engine: one.told.instance if (one := self.instance(engine)) is not None else "",
@@ -188,14 +188,14 @@ class Controllers(Numbers):
         lora = self._fleet.adapter(model)
         for engine in targets:
             of = self.instance(engine)
-            served = served_as(of.models, _names(engine, model)) if of is not None else None
+            served = served_as(of.condition.models, _names(engine, model)) if of is not None else None
             if of is None or served is None:
                 continue
             kind, told = served
             adapter = adapter_of(told, lora)
             if adapter is not None:
                 found.setdefault((kind, adapter), []).append(_At(engine, of))
-            engine.told.update(paths(told, of.rates))
+            engine.told.update(paths(told, of.condition.rates))
         return dict(list(found.items())[:MAX_KINDS])
 
     def _request(self, prompt: Prompt, adapter: str) -> RequestIdentity:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from kvstrata.cluster.follow import ANSWER_S, Follower
+from kvstrata.cluster.follow import ANSWER_S, Follower, Listener
 from kvstrata.cluster.followers import Followers
 from kvstrata.cluster.lookups import Held
 from kvstrata.errors import ClusterFailure, Unavailable
@@ -25,14 +25,13 @@ from kvstrata.patience import patience
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import (
     MAX_HINTS,
+    UNHEARD,
     Changed,
     Changes,
     Condition,
     Hinted,
-    KvKind,
     Register,
     Served,
-    TierRate,
 )
 from kvstrata.rpc.zmq_curve import ClusterKeys
 from kvstrata.types import GB
@@ -46,7 +45,7 @@ HINTS_S = 0.1
 """Time for which hints are gathered; of more than MAX_HINTS the first are lost."""
 
 
-class Followed:
+class Followed(Listener):
     """One instance, and what its last condition told."""
 
     follower: Follower
@@ -58,9 +57,7 @@ class Followed:
         self._now_s, self._news = now_s, news
         self.heard_s = self.confirmed_s = now_s()
         self.hints: deque[Hinted] = deque(maxlen=MAX_HINTS)
-        self.models: list[KvKind] = []
-        self.engines: list[str] = []
-        self.rates: list[TierRate] = []
+        self.condition = UNHEARD
 
     @property
     def told(self) -> Register:
@@ -73,16 +70,9 @@ class Followed:
         if self.follower.confirmed:
             self.confirmed_s = self.heard_s
         if condition is not None:
-            before = self.models, self.engines, self.rates
-            self.models, self.engines, self.rates = condition.models, condition.engines, condition.rates
-            if (self.models, self.engines, self.rates) != before:
+            before, self.condition = self.condition, condition
+            if _of_engines(before) != _of_engines(condition):
                 self._news()
-
-    def listed(self, took_s: float) -> None:
-        """See cluster/follow.py."""
-
-    def lost(self, reason: str) -> None:
-        """See cluster/follow.py."""
 
 
 class Holding(NamedTuple):
@@ -195,8 +185,8 @@ class Following(Numbers):
         return [
             {
                 "instance": name,
-                "engines": one.engines,
-                "models": sorted({kind.layout.model for kind in one.models}),
+                "engines": one.condition.engines,
+                "models": sorted({kind.layout.model for kind in one.condition.models}),
                 "keys": keys.get(one.group, {}),
                 "in_step": one.follower.confirmed,
                 "heard_ago_s": round(now_s - one.heard_s, 3),
@@ -228,6 +218,11 @@ class Following(Numbers):
 
     def _full(self, group: int, reason: str) -> None:
         self._log.repeated(30, "full", "directory_full", reason=reason)
+
+
+def _of_engines(told: Condition) -> tuple[object, ...]:
+    """What a condition says of the instance's engines."""
+    return told.models, told.engines, told.rates
 
 
 def _process(served: Served) -> tuple[object, ...]:
