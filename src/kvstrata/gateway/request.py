@@ -339,6 +339,11 @@ class Requests:
         else:
             request.left = True
 
+    def none_runs(self, before_s: float) -> int:
+        """Our Envoy has no request at all. Returns how many of before that time had ended unnoticed."""
+        self.parts.door.arriving.clear()
+        return self.lost(before_s)
+
     def lost(self, before_s: float) -> int:
         """Those of which nothing was heard since then have ended unnoticed. Returns how many there were."""
         old = [one for one in self._by_number.values() if one.heard_s < before_s]

@@ -57,7 +57,7 @@ async def test_connections_that_envoy_refuses_are_told_once(monkeypatch, caplog)
     told = b"http.clients.downstream_rq_active: 0\nlistener.127.0.0.1_1.downstream_global_cx_overflow: 16\n"
 
     class Requests:
-        def lost(self, before_s: float) -> int:
+        def none_runs(self, before_s: float) -> int:
             return 0
 
     one = envoy.Envoy.__new__(envoy.Envoy)

@@ -199,9 +199,7 @@ class Envoy:
         lines = (await self._tell("GET", STATS)).decode("latin-1").splitlines()
         counts = {name.rpartition(".")[2]: count for name, _, count in (one.partition(": ") for one in lines)}
         is_idle = counts.get("downstream_rq_active") == "0"
-        if is_idle:
-            self._requests.parts.door.arriving.clear()
-        if is_idle and (count := self._requests.lost(time.monotonic() - LOOK_S)):
+        if is_idle and (count := self._requests.none_runs(time.monotonic() - LOOK_S)):
             self._log.warning("requests_lost", count=count, note="Envoy did not tell how they ended")
         if (refused := counts.get("downstream_global_cx_overflow", "0")) != self._refused:
             self._refused = refused
