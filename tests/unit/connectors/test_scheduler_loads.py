@@ -28,10 +28,12 @@ def test_a_load_stays_synchronous_or_asynchronous_as_promised_when_vllm_takes_fe
     assert load.asynchronous == asynchronous and load.blocks == [1, 2, 3, 4, 5, SKIP_BLOCK]
 
 
-def test_what_is_computed_again_after_a_failed_load_is_stored_again():
+def test_what_is_computed_again_after_a_failed_load_is_stored_again_and_not_loaded_again():
     _, side, request = scene(40, hits=4)
     tokens, _ = ask(side, request)
     planned_loads(side, request, tokens, [list(range(1, 20))])
     side.heard([WorkerReport(1)], [], {5})
     (store,) = step(side, [(request, 16, 24)]).stores
     assert store.blocks == list(range(5, 11))
+    step(side, preempted=[request.request_id])
+    assert ask(side, request) == (0, False)

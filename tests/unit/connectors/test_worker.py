@@ -154,12 +154,13 @@ def test_a_broken_worker_says_so_in_each_report(fake, device_side):
 
 def test_a_failed_load_is_in_the_report_of_its_own_step_and_nothing_of_the_step_is_stored(fake, device_side):
     fake.next_failed = {0}
-    device_side.before_step(StepPlan(1, loads=[load_of()], stores=[store_of(1)]))
+    device_side.before_step(StepPlan(7, loads=[load_of()], stores=[store_of(1)]))
     device_side.start_loads(layerwise=True)
     for layer in fake.sections:
         device_side.wait_layer(layer)
     device_side.finished()
-    assert (device_side.report().failures, device_side.take_bad_blocks()) == (1, {4})
+    report = device_side.report()
+    assert (report.step, report.failures, device_side.take_bad_blocks()) == (7, 1, {4})
     device_side.start_stores()
     assert fake.stores == []
 
@@ -183,7 +184,7 @@ def test_no_copy_runs_or_begins_while_the_memory_of_the_blocks_is_unmapped(fake,
     assert sorted(report.dropped) == [1, 2] and {8, 9, 10, 11} <= bad and {"a", "c"} == received
     assert {lease.seq for lease in fake.released} == {2, 3}
     report, *_ = step(side, StepPlan(3, stores=[store_of(3)], failures_seen=1))
-    assert report.dropped == [3] and len(fake.stores) == 1
+    assert report.gathered == report.dropped == [3] and len(fake.stores) == 1
 
     side.suspend()
     side.resume()
