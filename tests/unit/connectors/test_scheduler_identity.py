@@ -136,6 +136,15 @@ def test_workers_are_not_asked_while_the_engine_pauses_for_new_weights():
     assert workers.stored() != RequestIdentity()
 
 
+def test_an_empty_cache_in_the_place_of_vllms_own_one_means_that_its_weights_may_be_others():
+    cache = [object()]
+    workers = Workers(side_that_asks_for_weights(prefix_cache=lambda: cache[0]))
+    assert workers.stored() == RequestIdentity()
+    cache[0], workers.now = object(), "other"
+    assert workers.stored() != RequestIdentity()
+    assert ask(workers.side, arrive(workers.side, 40)) == (0, False), "workers are asked once"
+
+
 def test_kv_from_before_a_reset_is_stored_once_the_weights_prove_unchanged():
     side = side_that_asks_for_weights()
     workers = Workers(side)

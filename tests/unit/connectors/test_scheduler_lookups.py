@@ -90,6 +90,7 @@ def test_the_promise_is_what_the_cache_adds_and_never_the_whole_prompt():
     ):
         _, side, request = scene(n_tokens, hits=chunks)
         assert ask(side, request, computed) == (promised, False)
+    assert ask(make_side(FakeClient(hits=1)), make_request(7)) == (0, False), "too short to be looked up"
 
 
 def test_vllm_is_told_to_ask_again_until_the_lookup_times_out():

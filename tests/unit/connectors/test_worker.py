@@ -67,6 +67,21 @@ def test_only_stores_of_reused_blocks_and_of_preempted_requests_are_cancelled(fa
     assert [job.cancelled for _, _, job in fake.stores] == [True, False, True]
 
 
+def test_what_is_copied_is_counted(fake, side):
+    fake.next_failed = {1}
+    step(side, StepPlan(1, loads=[load_of()]))
+    step(side, StepPlan(2, stores=[store_of(1), store_of(2, request="preempted")], failures_seen=1))
+    fake.stores[0][2].end()
+    step(side, StepPlan(3, preempted={"preempted"}, stores=[store_of(3)]))
+    fake.stores[1][2].end(StoreOutcome.CANCELLED)
+    step(side, StepPlan(4))
+    assert side.take_counts() == {
+        "loaded_chunks": 1, "load_failed_chunks": 1, "loaded_bytes": 100, "stored_bytes": 40, "store_stored_chunks": 2,
+        "store_cancelled_chunks": 2, "stores_preempted": 1, "stores_dropped": 1,
+    }  # fmt: skip
+    assert side.take_counts() == {}
+
+
 def test_a_request_is_read_once_all_its_stores_have_gathered(fake, side):
     step(side, StepPlan(1, stores=[store_of(1), store_of(2)]))
     assert side.has_read("other", 1.0) and fake.now_s == 0.0
@@ -191,6 +206,14 @@ def test_no_copy_runs_or_begins_while_the_memory_of_the_blocks_is_unmapped(fake,
     fake.next_takes_s = 0.0
     step(side, StepPlan(4, stores=[store_of(4)], failures_seen=1))
     assert len(fake.stores) == 2
+
+
+def test_vllm_sleeps_once_the_load_for_which_a_step_waits_has_ended(fake, device_side):
+    fake.next_takes_s = 0.5
+    device_side.before_step(StepPlan(1, loads=[load_of()]))
+    device_side.start_loads(layerwise=True)
+    device_side.suspend()
+    assert fake.loads[0][2].done.is_set()
 
 
 def test_vllm_may_not_sleep_while_a_copy_touches_its_memory(fake, side):
