@@ -266,15 +266,15 @@ def test_a_store_that_came_to_nothing_is_planned_again_only_where_that_may_help(
 
 
 def test_nothing_is_recorded_on_top_of_a_load_that_may_have_failed():
-    for failed in (False, True):
-        world = World()
-        request = make_request(3 * CHUNK)
+    for failed, in_l1 in ((False, 0), (True, 2), (True, 3)):
+        world = World(settings={"save_unfull_chunk": True})
+        request = make_request(3 * CHUNK + BLOCK + 1)
         world.client.hits, world.client.has_l2 = 1, True
         world.side.on_new_request(request)
         tokens, _ = ask(world.side, request)
-        table = world.tables[request.request_id] = world.pool.take(6)
+        table = world.tables[request.request_id] = world.pool.take(8)
         world.side.allocated(request, [table], tokens)
-        plan = world.step([(request, tokens, 3 * CHUNK - tokens)])
+        plan = world.step([(request, tokens, request.num_tokens - tokens)])
         assert plan.loads and not plan.loads[0].asynchronous
         world.end(request)
         world.step()  # vLLM plans the next step before it hears of this one
@@ -283,8 +283,9 @@ def test_nothing_is_recorded_on_top_of_a_load_that_may_have_failed():
         if failed:
             for block in table[:4]:  # vLLM does so with a request that runs, and this one has ended
                 world.pool.blocks[block].block_hash = None
-            world.client.peek = lambda identity, hasher: 2  # another engine has stored these two
-        assert chunks(world.step()) == (0 if failed else 3)
+            # What another engine has stored meanwhile.
+            world.client.peek = lambda identity, hasher, in_l1=in_l1: in_l1
+        assert chunks(world.step()) == (0 if failed else 3 + 1)
 
 
 def test_a_tail_is_stored_after_the_chunks_before_it():

@@ -145,6 +145,22 @@ def test_an_empty_cache_in_the_place_of_vllms_own_one_means_that_its_weights_may
     assert ask(workers.side, arrive(workers.side, 40)) == (0, False), "workers are asked once"
 
 
+def test_a_hit_from_before_a_reset_is_not_loaded_under_other_weights():
+    client = FakeClient(hits=3)
+    workers = Workers(side_that_asks_for_weights(client=client))
+    request = arrive(workers.side, 40)
+    for weights in ("first", "other"):
+        workers.now = weights
+        while (answer := ask(workers.side, request)) == (None, False):
+            workers.step()
+        assert answer == (24, False) and len(client.leases) == 1
+        if weights == "first":
+            workers.side.reset(engine_empty=True)
+    workers.side.allocated(request, [list(range(1, 20))], 24)
+    (load,) = workers.step().loads
+    assert load.identity != RequestIdentity()
+
+
 def test_kv_from_before_a_reset_is_stored_once_the_weights_prove_unchanged():
     side = side_that_asks_for_weights()
     workers = Workers(side)
