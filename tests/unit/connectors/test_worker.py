@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
 from kvstrata.client.handles import StoreOutcome
 from kvstrata.connectors.vllm.metadata import StepPlan
-from kvstrata.connectors.vllm.worker import SLEEP_WAIT_S
-from tests.unit.connectors.worker_double import OTHER, load_of, step, store_of
+from kvstrata.connectors.vllm.worker import SLEEP_WAIT_S, GroupSide, WorkerSide
+from tests.unit.connectors.worker_double import MINE, OTHER, load_of, step, store_of
 
 pytestmark = pytest.mark.usefixtures("patience_of_production")
 
@@ -158,6 +159,12 @@ def test_a_layer_that_did_not_ask_fails_the_load(fake, device_side, layers):
     assert (report.failures, bad) == (1, set())
 
 
+@pytest.mark.parametrize("layerwise", [True, False])
+def test_a_section_that_did_not_come_in_time_fails_the_load(fake, device_side, layerwise):
+    fake.unordered = {1, None}
+    assert device_step(device_side, StepPlan(1, loads=[load_of()]), layerwise=layerwise)[1] == {4, 5, 6}
+
+
 def test_a_broken_worker_says_so_in_each_report(fake, device_side):
     assert device_step(device_side, StepPlan(1))[0] is None
     fake.broken = True
@@ -256,6 +263,12 @@ def test_with_another_adapter_than_it_told_a_worker_neither_loads_nor_stores(fak
     assert report.dropped == [2, 3] and len(fake.loads) == len(fake.stores) == 1
     report, *_ = step(side, StepPlan(4, stores=[again, plain], failures_seen=1))
     assert report.dropped == [2] and report.adapters == [(7, "")] and len(fake.stores) == 2
+
+
+def test_a_worker_that_is_asked_for_its_weights_names_those_of_its_start_and_of_now(fake):
+    weights = SimpleNamespace(initial="first", digest=lambda: "second")
+    side = WorkerSide([GroupSide(fake, fake, slice_digest=MINE, record_blocks=2)], weights=weights, now=fake)
+    assert step(side, StepPlan(1, weigh=5))[0].weights == (5, "first", "second")
 
 
 def test_a_worker_without_adapters_says_that_it_cannot_tell(side):
