@@ -18,6 +18,7 @@ import yaml
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.gateway.errors import MAX_BODY_BYTES, TOO_LARGE, error_body
 from kvstrata.gateway.fleet import EngineState, ServingEngine, endpoint_of
+from kvstrata.memory.segment_settings import memory_limit
 from kvstrata.patience import patience
 from kvstrata.process.http_gate import is_loopback
 
@@ -39,7 +40,7 @@ UNSIZED_BYTES = 8 << 20
 MAX_CONNECTIONS = 16_384
 SPARE_FILES = 256
 MAX_HEAP_BYTES = 4 << 30
-"""What Envoy may hold in its memory, if the host has twice as much."""
+"""What Envoy may hold in its memory, if the host, or the container, has twice as much."""
 MAX_PREFILLED = 1_024
 """Questions that wait until another engine has computed the prompt, with the contracts `nixl` and `mooncake`."""
 MAX_ASKED = 256
@@ -124,7 +125,7 @@ def configuration(settings: GatewaySettings, place: Place, pipe: int) -> dict[st
 
 def heap_bytes() -> int:
     """What Envoy may hold in its memory."""
-    return min(MAX_HEAP_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
+    return min(MAX_HEAP_BYTES, memory_limit().limit_bytes // 2)
 
 
 def _filled(part: Any, values: Mapping[str, Any]) -> Any:
