@@ -296,10 +296,10 @@ class Choosing:
         wanted, engine, way = choice.wanted, choice.engine, choice.way
         loads = way is not None and way.load_tokens > 0
         if way is not None and loads and choice.flight is not None:
-            path, ends_s = engine.load.paths[way.tier], self._now_s() + way.load_s
-            path.free_s = max(path.free_s, ends_s)
+            path, before_s = engine.load.paths[way.tier], self._busy.get(way.source, 0.0)
+            path.free_s = max(path.free_s, before_s, self._now_s()) + way.load_tokens / path.tokens_s
             if way.tier == "peer":
-                self._busy[way.source] = max(ends_s, self._busy.get(way.source, 0.0))
+                self._busy[way.source] = path.free_s
             choice.flight.spoil()  # the time to its first token will be that of a load
         if self.teller is not None:
             self.teller.sent(
