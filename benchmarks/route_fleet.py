@@ -1,27 +1,12 @@
-"""`route_*`: routing policies before a fleet of simulated engines in virtual time.
+"""What benchmarks of routing share, fleets and rivals with their knobs, and `pd_goodput`, a day of one host.
 
-Eight engines (an 8B model on an H100, by computed times) at 85 % of what they could serve if every prefix that was seen
-were cached.  The walk is the gateway's own code (benchmarks/route_gateway.py).  The rivals are our versions of their
-published formulas, and Dynamo itself (benchmarks/route_dynamo.py), each with the knobs that were best on loads of other
-seeds; `ttft` has no knobs, and was not changed after it had seen these seeds.
-
-    _p99_ttft   99th percentile of the time to the first token, beside the best rival's, geometric mean over the loads
-                with reuse: conversations, shared system prompts, agents, one engine four times slower, events late by
-                2 s, a tenth of the events lost, one engine killed; with `KVSTRATA_TRACE=FILE` also a published trace;
-                `oracle` is what a choice that knows everything reaches
-    _goodput    share of the requests whose first token came within a second, beside the best rival's, mean over them
-    _regret     mean time to the first token beside an oracle's, geometric mean over all loads but the burst: the oracle
-                simulates each engine as it really is before each choice (benchmarks/route_gateway.py)
-    _no_reuse   prompts without anything in common: 99th percentile beside `least_loaded`
-    _burst      many siblings of one new prefix within a second: how often an engine computed the prefix, and the
-                siblings of the busiest engine beside the mean
-
-Sketch: a queue that is known and a cache that is known leave nothing to a formula but how it adds them up.
+Engines are simulated in virtual time (an 8B model on an H100, by computed times) at a share of what they could serve if
+every prefix that was seen were cached.  The walk is the gateway's own code (benchmarks/route_gateway.py).  The rivals
+are our versions of their published formulas, and Dynamo itself (benchmarks/route_dynamo.py).
 """
 
 from __future__ import annotations
 
-import collections
 import functools
 import math
 import os
@@ -33,159 +18,24 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from benchmarks.common import compared, figure, percentile, sized
-from benchmarks.route_dynamo import grid as dynamo_grid
+from benchmarks.common import figure, percentile, sized
 from benchmarks.route_formulas import GUIDE, Formula, Llmd, Lmetric, MooncakeConductor, Smg
-from benchmarks.route_gateway import Death, Oracle, Outside, Result, Run
-from benchmarks.route_loads import BURST_PREFIX, LOADS, Asked, at_rate, day, trace
+from benchmarks.route_gateway import Death, Outside, Result, Run
+from benchmarks.route_loads import LOADS, Asked, at_rate, day, trace
 from kvstrata.config.gateway_model import SloSettings
 from kvstrata.gateway.routing.choose import POLICIES, Policy
 from kvstrata.gateway.routing.model import Role
 from kvstrata.testing.engine_sim.engine_model import EngineModel
 
-Rows = dict[str, dict[str, dict[str, float]]]
-"""By load and policy."""
-ORACLE = Oracle.name
-
-
-def run() -> list[dict[str, Any]]:
-    """Serve all loads by all policies."""
-    policies: list[Contender] = [POLICIES["ttft"], *tuned(), Oracle()]
-    found: dict[str, dict[str, list[Result]]] = {}
-    for name, case in {**REUSE, **OTHERS}.items():
-        found[name] = {
-            policy.name: [one for seed in range(SEEDS) for one in served(policy, case, SEED + seed, REQUESTS)]
-            for policy in policies
-        }
-    knobs = {policy.name: knobs_of(policy) for policy in policies}
-    rows = {load: {name: row(results) for name, results in by.items()} for load, by in found.items()}
-    return [
-        *reuse_figures(rows, knobs),
-        regret_figure(rows),
-        no_reuse_figure(rows),
-        burst_figure(found["burst"]),
-    ]
-
-
-def rivals_in(rows: Rows) -> list[str]:
-    """The names of the rivals."""
-    return [name for name in next(iter(rows.values())) if name not in ("ttft", ORACLE)]
-
-
-def reuse_figures(rows: Rows, knobs: dict[str, Any]) -> list[dict[str, Any]]:
-    """The two figures over all loads with reuse."""
-    rivals = rivals_in(rows)
-
-    def ratio(load: str, policy: str) -> float:
-        return rows[load][policy]["p99_s"] / min(rows[load][name]["p99_s"] for name in rivals)
-
-    ratios = {load: ratio(load, "ttft") for load in REUSE}
-    oracles = {load: ratio(load, ORACLE) for load in REUSE}
-    mean, least = (
-        math.exp(statistics.fmean(math.log(one) for one in each.values())) for each in (ratios, oracles)
-    )
-    goods = {name: statistics.fmean(rows[load][name]["good"] for load in REUSE) for name in ("ttft", *rivals)}
-    best = max(rivals, key=lambda name: goods[name])
-    points = 100 * (goods["ttft"] - goods[best])
-    return [
-        figure(
-            "route_p99_ttft",
-            value=mean,
-            unit="× the best rival of each load",
-            ratio=mean,
-            target="≤ 0.8, on no load > 1.05",
-            ok=mean <= 0.8 and max(ratios.values()) <= 1.05,
-            ratio_to="the best rival's p99",
-            spread=(min(ratios.values()), max(ratios.values())),
-            by_load=ratios,
-            oracle=least,
-            oracle_by_load=oracles,
-            loads=rows,
-            knobs=knobs,
-        ),
-        figure(
-            "route_goodput",
-            value=points,
-            unit="points",
-            ratio=goods["ttft"] / goods[best],
-            ratio_to=f"the best rival, {best}",
-            target="≥ 5 points more than the best rival",
-            ok=points >= 5,
-            by_policy=goods,
-        ),
-    ]
-
-
-def regret_figure(rows: Rows) -> dict[str, Any]:
-    """What knowing everything would save."""
-
-    def regrets(name: str) -> dict[str, float]:
-        loads = [load for load in rows if load != "burst"]
-        return {load: rows[load][name]["mean_s"] / rows[load][ORACLE]["mean_s"] for load in loads}
-
-    def mean(by: dict[str, float]) -> float:
-        return math.exp(statistics.fmean(math.log(one) for one in by.values()))
-
-    mine = regrets("ttft")
-    return compared(
-        "route_regret",
-        mean(mine),
-        "× the oracle's mean",
-        "the oracle's mean time to the first token",
-        1.0,
-        most=1.10,
-        by_load=mine,
-        by_policy={name: mean(regrets(name)) for name in ("ttft", *rivals_in(rows))},
-    )
-
-
-def no_reuse_figure(rows: Rows) -> dict[str, Any]:
-    """Prompts without anything in common."""
-    ratio = rows["none"]["ttft"]["p99_s"] / rows["none"]["least_loaded"]["p99_s"]
-    return compared("route_no_reuse", ratio, "× least_loaded", "least_loaded's p99", 1.0, most=1.02)
-
-
-def burst_figure(by: dict[str, list[Result]]) -> dict[str, Any]:
-    """Siblings of one new prefix."""
-    computed, engines_of, loads = {}, {}, {}
-    for name, results in by.items():
-        size = len(results) // SEEDS
-        prefills, got, busiest = 0, 0, []
-        for seed in range(SEEDS):
-            hot = [one for one in results[seed * size : (seed + 1) * size] if one.hot]
-            engines = collections.Counter(one.engine for one in hot)
-            prefills += sum(one.cached < BURST_PREFIX // 16 * 16 for one in hot)
-            got += len(engines)
-            busiest.append(max(engines.values()) / (len(hot) / ENGINES))
-        computed[name], engines_of[name] = prefills / got, got / SEEDS
-        loads[name] = statistics.fmean(busiest)
-    return figure(
-        "route_burst",
-        value=computed["ttft"],
-        unit="times that an engine computed the prefix",
-        ratio=loads["ttft"],
-        ratio_to="the mean load of all engines, for the busiest one",
-        target="≤ 1 for each engine that got it, no engine > 1.5 × the mean",
-        ok=computed["ttft"] <= 1 and loads["ttft"] <= 1.5,
-        computed_by_policy=computed,
-        engines_by_policy=engines_of,
-        busiest_by_policy=loads,
-    )
-
-
 Contender = Policy | Formula | Outside
 
 ENGINES = sized(8, 3)
 REQUESTS = sized(500, 40)
-TRAINED = sized(300, 20)
 KILLED, BACK = 0.4, 0.6
 """When an engine is killed and when it is back, as shares of the time in which requests come."""
 SEED = int(os.environ.get("BENCH_SEED", "2026"))
 SEEDS = int(os.environ.get("BENCH_SEEDS", sized("3", "1")))
-TUNES = sized(full=True, small=False)
 LEVEL = 0.85
-GOOD_S = 1.0
-"""A request whose first token comes later is not good."""
 TRACE = os.environ.get("KVSTRATA_TRACE", "")
 MODEL = EngineModel()
 GRIDS: dict[str, Sequence[Contender]] = {
@@ -290,13 +140,6 @@ def met_by_hour(load: list[Asked], name: str) -> list[int]:
     return met
 
 
-def knobs_of(policy: Contender) -> dict[str, Any]:
-    """The knobs that a policy has."""
-    if isinstance(policy, Policy):
-        return {}
-    return dict(policy.knobs) if isinstance(policy, Outside) else msgspec.to_builtins(policy)
-
-
 @functools.lru_cache(4)
 def drawn(case: Case, seed: int, requests: int, engines: int, level: float) -> list[Asked]:
     """The requests of one draw, at a share of what the engines could serve."""
@@ -333,30 +176,3 @@ def served(
 def p99(results: list[Result]) -> float:
     """Seconds."""
     return percentile([one.ttft_s for one in results], 0.99)
-
-
-def good(results: list[Result]) -> float:
-    """The share of good requests."""
-    return sum(one.ttft_s <= GOOD_S for one in results) / len(results)
-
-
-def tuned() -> list[Contender]:
-    """Each rival with the knobs that were best on the training seed."""
-    cases = [REUSE["conversations"], REUSE["shared"], REUSE["agents"], OTHERS["none"]]
-
-    def loss(policy: Contender) -> float:
-        return sum(math.log(p99(served(policy, case, SEED + 1_000, TRAINED))) for case in cases)
-
-    grids = [grid for grid in (*GRIDS.values(), dynamo_grid()) if grid]
-    return [grid[0] if len(grid) == 1 or not TUNES else min(grid, key=loss) for grid in grids]
-
-
-def row(results: list[Result]) -> dict[str, float]:
-    """What is shown of a policy's results."""
-    return {
-        "p50_s": round(statistics.median(one.ttft_s for one in results), 4),
-        "p99_s": round(p99(results), 4),
-        "mean_s": round(statistics.fmean(one.ttft_s for one in results), 4),
-        "good": round(good(results), 4),
-        "hit": round(sum(one.cached for one in results) / sum(one.tokens for one in results), 4),
-    }

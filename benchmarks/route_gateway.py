@@ -2,10 +2,7 @@
 
 Nothing of the walk is replaced but the wire: the engines' KV events are encoded as vLLM encodes them and decoded by the
 gateway's code, after a lag, and may be lost; first tokens and ends are told when they happen.
-
-`Oracle` is a choice that knows everything: each engine is copied as it is, with its caches, its scheduler's queue and
-the step in flight, and the copy serves until the request's first token.  The engine whose copy is first gets it.
-What comes later is not known, so the choice is the best for this request, not for those after it."""
+"""
 
 from __future__ import annotations
 
@@ -30,7 +27,6 @@ from kvstrata.gateway.residency.knowledge import Index
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.routing.choose import POLICIES, Policy
 from kvstrata.gateway.routing.model import LoadPath, Role
-from kvstrata.gateway.routing.price import ranked_first
 from kvstrata.testing.engine_sim.blocks import Sequence
 from kvstrata.testing.engine_sim.engine import SimEngine
 from kvstrata.testing.engine_sim.engine_model import PS_PER_S, EngineModel
@@ -372,38 +368,3 @@ def bring(engine: SimEngine, request: SimRequest) -> None:
     if blocks.admit(sequence, request.prompt_tokens):
         blocks.grow(sequence, request.prompt_tokens)
         blocks.release(sequence)
-
-
-def first_token_ps(
-    engine: SimEngine, request: SimRequest, at_ps: int, limit_ps: int | None = None
-) -> int | None:
-    """When the engine would give the first token if nothing came after the request; None if after `limit_ps`."""
-    copied, own = engine.copy(), request.copy()
-    copied.submit(own, at_ps)
-    while not own.produced:
-        next_ps = copied.next_ps()
-        assert next_ps is not None, "a request that has no token is not over"
-        if limit_ps is not None and next_ps > limit_ps:
-            return None
-        copied.advance(next_ps + 1)
-        copied.take_changed()
-    return own.first_token_ps
-
-
-class Oracle(Outside):
-    """Sends a request where its first token comes soonest; equal engines share requests by hash."""
-
-    name = "oracle"
-
-    def engine_for(self, engines: Mapping[str, SimEngine], request: SimRequest, at_ps: int) -> str:
-        """See the module."""
-        soonest_ps: int | None = None
-        best: list[str] = []
-        for name in sorted(engines, key=lambda one: (engines[one].waiting, engines[one].running)):
-            found_ps = first_token_ps(engines[name], request, at_ps, soonest_ps)
-            if found_ps is None:
-                continue
-            if soonest_ps is None or found_ps < soonest_ps:
-                soonest_ps, best = found_ps, []
-            best.append(name)
-        return best[ranked_first(request.name, best)]

@@ -137,37 +137,3 @@ def test_who_follows_the_events_knows_which_blocks_are_stored(model, arrivals):
                 known.clear()
             assert min(known.values(), default=0) >= 0
     assert +known == Counter(told.stored)
-
-
-@given(MODELS, ARRIVALS, st.lists(st.integers(0, 3000), min_size=1, max_size=6))
-def test_a_copy_goes_on_as_the_engine_does_and_changes_nothing_for_it(model, arrivals, looks_us):
-    told = serve(model, arrivals, looks_us=[])
-    engine, copies = SimEngine(model), []
-    requests, now, leaves = [], 0, []
-    for number, arrival in enumerate(arrivals):
-        now += arrival.gap_us * PS_PER_US
-        each = request(str(number), arrival)
-        requests.append(each)
-        leaves.append((now, 0, each))
-        if arrival.stays_us is not None:
-            leaves.append((now + arrival.stays_us * PS_PER_US, 1, each))
-    for at_ps, kind, each in sorted(leaves, key=lambda call: call[:2]):
-        engine.abort(each.name, at_ps) if kind else engine.submit(each, at_ps)
-        engine.copy().advance(FOREVER)
-        now = at_ps
-    for look_us in sorted(looks_us):
-        engine.advance(now + look_us * PS_PER_US)
-        copies.append(engine.copy())
-    engine.advance(FOREVER)
-    for each in requests:
-        at = int(each.name)
-        assert each.token_times_ps == told.times[at]
-    assert engine.stored_keys() == told.stored
-    for copied in copies:
-        copied.advance(FOREVER)
-        copied.validate()
-        assert copied.stored_keys() == told.stored
-        for each in copied.take_changed():
-            at = int(each.name)
-            assert each.token_times_ps == told.times[at]
-            assert (each.end, each.ended_ps, each.cached_tokens, each.preemptions) == told.ends[at]

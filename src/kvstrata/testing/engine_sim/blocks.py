@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import copy
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
@@ -41,12 +40,6 @@ class Sequence:
             key = blake2b(key + tokens.tobytes(), digest_size=KEY_BYTES).digest()
             known.append(int.from_bytes(key, "big"))
         return known[first:end]
-
-    def copy(self) -> Sequence:
-        """The same, for a copy of the engine."""
-        made = copy.copy(self)
-        made.blocks, made._keys = self.blocks[:], self._keys[:]
-        return made
 
 
 class Blocks:
@@ -147,13 +140,6 @@ class Blocks:
         self._found.clear()
         self._keys = [None] * self.count
         return True
-
-    def copy(self) -> Blocks:
-        """The blocks in the same states."""
-        made = copy.copy(self)
-        made._users, made._keys = self._users[:], self._keys[:]
-        made._found, made._free = self._found.copy(), self._free.copy()
-        return made
 
     def stored_keys(self) -> dict[int, int]:
         """How many blocks hold each key that can be found."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, Protocol
 
 from kvstrata.errors import ConfigError
 from kvstrata.testing.engine_sim.engine import SimEngine, Step
@@ -116,9 +116,6 @@ class ConnectedEngine(SimEngine):
         if cleared:
             self._connector.cleared()
         return cleared
-
-    def copy(self) -> NoReturn:
-        raise _not_virtual()
 
     def advance(self, until_ps: int) -> None:
         if until_ps > LATEST_PS:

@@ -17,7 +17,6 @@ time therefore depends on what was submitted when, and not on how often `advance
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from typing import NamedTuple
 
@@ -156,21 +155,6 @@ class SimEngine:
             self._events.append(AllBlocksCleared())
         self._close_batch(at_ps)
         return True
-
-    def copy(self) -> SimEngine:
-        """An engine in the same state that goes on by itself, counts from zero, and tells no events."""
-        made = copy.copy(self)
-        made.totals, made._events, made._batches = Totals(), None, []
-        made._blocks = self._blocks.copy()
-        own = made._requests = {name: request.copy() for name, request in self._requests.items()}
-        made._waiting = deque(own[request.name] for request in self._waiting)
-        made._running = [own[request.name] for request in self._running]
-        made._aborted = [own[request.name] for request in self._aborted]
-        made._changed = []
-        if self._step is not None:
-            work = [(own[request.name], tokens) for request, tokens in self._step.work]
-            made._step = self._step._replace(work=work)
-        return made
 
     def advance(self, until_ps: int) -> None:
         """Begin the steps that begin before `until_ps`, and end those that end then or before."""

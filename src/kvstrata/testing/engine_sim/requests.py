@@ -6,7 +6,6 @@ so that, with one token a byte, a client that sends the answer's text back in it
 
 from __future__ import annotations
 
-import copy
 import enum
 import functools
 import struct
@@ -95,13 +94,6 @@ class SimRequest:
         self.token_times_ps: list[int] = []
         """When each token came."""
         self.changed = False
-
-    def copy(self) -> SimRequest:
-        """The same request at a copy of its engine."""
-        made = copy.copy(self)
-        made.sequence, made.changed = self.sequence.copy(), False
-        made.token_times_ps = self.token_times_ps[:]
-        return made
 
     @property
     def known_tokens(self) -> int:
