@@ -19,6 +19,7 @@ import msgspec
 from kvstrata import __version__
 from kvstrata.config.gateway_model import GatewaySettings, SharingSettings
 from kvstrata.config.load import Changes, changes, replaced
+from kvstrata.errors import ConfigError
 from kvstrata.gateway.admin import OPERATIONS, Admin
 from kvstrata.gateway.admission import Admission
 from kvstrata.gateway.choosing import Choosing
@@ -62,8 +63,8 @@ WATCHED_S = 60.0
 """Who has not asked for so long whether a gateway is ready does not watch it."""
 GC_OBJECTS = 20_000
 """New objects after which garbage is collected: requests leave few cycles, and each collection delays all streams."""
-RESTART = frozenset(("log_format", "split"))
-"""Settings that need a restart, beside those of OPENED."""
+RESTART = frozenset(("drain_s", "log_format", "queue.max_requests", "split", "tokens.deadline_ms"))
+"""Settings that need a restart, beside those of OPENED, most of them since Envoy is started with them."""
 OPENED = ("http.", "picker.", "engines_from.", "sharing.listen", "sharing.curve_file", "timeouts.", "envoy")
 
 
@@ -286,6 +287,13 @@ class Gateway(Process):
     async def reload(self) -> dict[str, object]:
         """Apply newer settings, but those that the port was opened with. Raises ConfigError."""
         wanted = await self.loop.run_in_executor(None, self._reread)
+        if bool(wanted.tenants) != bool(
+            self._settings.tenants
+        ):  # Envoy asks about keys, or lets requests pass
+            says = (
+                "tenants: whether clients need keys is settled at the start; restart the gateway to change it"
+            )
+            raise ConfigError(says, field="tenants")
         # The ports stay as they are, so the other settings must be allowed on them.
         kept = msgspec.structs.replace(
             wanted,

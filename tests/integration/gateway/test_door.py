@@ -267,6 +267,15 @@ async def test_a_reload_cannot_open_a_port_that_others_reach(start, session, tmp
     assert await status_of(session.post(gateway.url + CHAT, json=ask())) == 401
 
 
+async def test_a_reload_cannot_change_whether_clients_need_keys(start, session, tmp_path):
+    """Envoy was told at the start what to do with requests whose keys nobody checks."""
+    gateway = await start(ScriptedEngine())
+    gateway.reload(tenants=tenants(tmp_path), policy="round_robin")
+    await eventually_async("the reload is refused", lambda: "reload_failed" in gateway.log.read_text())
+    assert "tenants: whether clients need keys is settled at the start" in gateway.log.read_text()
+    assert (await gateway.status(session))["gateway"]["policy"] == "auto"
+
+
 def test_the_file_to_start_from_is_sound(capfd: pytest.CaptureFixture[str]) -> None:
     file = Path(__file__).parents[3] / "configs" / "gateway.yaml"
     assert command.main(["--no-supervise", "--config", str(file), "--check"]) == 0
