@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import os
+import random
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -247,7 +249,8 @@ async def test_slow_clients_cost_only_themselves(start, session):
 async def test_a_strangers_long_body_is_refused_before_it_comes(start, session, tmp_path):
     engine = ScriptedEngine()
     gateway = await start(engine, tenants=tenants(tmp_path))
-    for length in (b"content-length: 50000000", b"transfer-encoding: chunked"):
+    packed = b"content-encoding: gzip\r\ncontent-length: 100"
+    for length in (b"content-length: 50000000", b"transfer-encoding: chunked", packed):
         for key in (b"", b"authorization: Bearer x\r\n"):
             reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
             writer.write(HEAD + key + length + b"\r\n\r\n")
@@ -256,6 +259,10 @@ async def test_a_strangers_long_body_is_refused_before_it_comes(start, session, 
     body = json.dumps(ask(user="x" * 3_000_000)).encode()
     assert await status_of(session.post(gateway.url + CHAT, data=body, headers=bearer("red"))) == 200
     assert engine.got[0].body == body
+    headers = {**bearer("red"), "Content-Encoding": "gzip", "Content-Type": "application/json"}
+    for size, status in ((1_000_000, 200), (10_000_000, 413)):
+        packed = gzip.compress(json.dumps(ask(user=random.Random(1).randbytes(size // 2).hex())).encode())
+        assert await status_of(session.post(gateway.url + CHAT, data=packed, headers=headers)) == status
     await at_rest(gateway, session)
 
 
