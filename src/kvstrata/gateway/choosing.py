@@ -296,11 +296,12 @@ class Choosing:
         wanted, engine, way = choice.wanted, choice.engine, choice.way
         loads = way is not None and way.load_tokens > 0
         if way is not None and loads and choice.flight is not None:
-            path, before_s = engine.load.paths[way.tier], self._busy.get(way.source, 0.0)
-            path.free_s = max(path.free_s, before_s, self._now_s()) + way.load_tokens / path.tokens_s
-            if way.tier == "peer":
-                self._busy[way.source] = path.free_s
             choice.flight.spoil()  # the time to its first token will be that of a load
+            if (path := engine.load.paths.get(way.tier)) is not None:  # since the choice, peers may have gone
+                before_s = self._busy.get(way.source, 0.0)
+                path.free_s = max(path.free_s, before_s, self._now_s()) + way.load_tokens / path.tokens_s
+                if way.tier == "peer":
+                    self._busy[way.source] = path.free_s
         if self.teller is not None:
             self.teller.sent(
                 Sent(
