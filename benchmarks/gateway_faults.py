@@ -40,7 +40,7 @@ ASKS_S = 0.1
 """Interval at which clients ask a gateway whether it is ready."""
 IMAGE = b'{"model":"m","stream":true,"max_tokens":1,"messages":[{"role":"user","content":"%b"}]}'
 IMAGE_BYTES, IMAGES = sized(48_000_000, 100_000), sized(10, 1)
-EVENTS = {**LOAD, "rate": sized(10, 5), "tokens": sized(1_500, 5), "prompt_tokens": 100}
+EVENTS = {**LOAD, "rate": sized(40, 5), "tokens": sized(400, 5), "prompt_tokens": 100}
 
 
 class Seen(NamedTuple):
