@@ -686,6 +686,7 @@ async def test_what_other_lookups_load_counts_as_time_before_a_load_and_a_tier_t
     while not waits.done():
         one.shelf.release()
         await asyncio.sleep(0.001)
+    await fetches.controller.idle()  # and measured
     knows(one, 0.001)  # 50 s for a record
     one.load_times.measured_s -= PROBE_S
     for _ in range(3):  # one probe, of the last two chunks
