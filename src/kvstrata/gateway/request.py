@@ -163,6 +163,11 @@ class Requests:
         """How many are under way."""
         return len(self._by_number) + self._deciding
 
+    def entered(self, stream: str) -> None:
+        """A long body begins to arrive, unless Envoy has told before that its request has ended."""
+        if stream in self._gone:
+            self.parts.door.arriving.end(stream)
+
     def arrived(self, head: Head) -> Request:
         """A request has come; `decide`, or `drop`, must follow."""
         self._deciding += 1

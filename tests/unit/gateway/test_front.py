@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any, cast
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstrata.gateway.door import Arriving
 from kvstrata.gateway.envoy import process as envoy
+from kvstrata.gateway.envoy.configuration import heap_bytes
+from kvstrata.gateway.marks import marks_of
 from kvstrata.gateway.parts import Parts
 from kvstrata.gateway.picker.at_once import begin, in_task
 from kvstrata.gateway.picker.front import Front, Question
+from kvstrata.gateway.request import Requests
 
 
 class Wire(asyncio.Transport):
@@ -104,3 +109,19 @@ async def test_a_coroutine_that_begins_at_once_ends_as_in_a_task_whatever_it_wai
         assert task.cancelled()
         del task
     assert seen == ["ended", "ended", "GeneratorExit", "CancelledError"]
+
+
+def test_a_body_is_counted_no_more_whether_its_end_is_told_before_it_or_behind_it() -> None:
+    arriving, requests = Arriving(), Requests()
+    requests.parts = cast(Any, SimpleNamespace(door=SimpleNamespace(arriving=arriving)))
+    half = heap_bytes() // 8
+    for number, ends_first in enumerate((True, False, True)):
+        line = marks_of(f"- DownstreamEnd 0 - DC 0 - {number}".encode())
+        assert line is not None
+        if ends_first:
+            requests.told(line, 0.0)
+        assert arriving.begin(str(number), "red", half) is None, "what came before has ended"
+        requests.entered(str(number))
+        if not ends_first:
+            assert arriving.begin("other", "red", 1) is not None
+            requests.told(line, 0.0)

@@ -131,6 +131,7 @@ class Question(asyncio.Protocol):
                 if failure is not None:
                     self._refuse(failure, path.removeprefix(ENTER))
                 else:
+                    self._front.parts.requests.entered(headers.get(STREAM.encode(), b"").decode("latin-1"))
                     self._write(200, (), b"")
             else:
                 self._page(path, headers)
