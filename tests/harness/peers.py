@@ -31,6 +31,7 @@ from kvstrata.testing.strategies import (
 from kvstrata.tiers.base import Ask, Item, Outcome, Presence
 from tests.harness.directory_double import Directory
 from tests.harness.l1 import L1, SIZE, chain
+from tests.harness.waiting import until
 
 LOADED = Settled(Outcome.LOADED)
 ABSENT = Settled(Outcome.ABSENT)
@@ -77,6 +78,7 @@ class PeerOwner:
         await self.control.close()
         await self.server.close()
         assert self.records.sending_bytes == 0
+        await until(lambda: self.l1.pool.stats()["holds"] == 0)  # those of another owner of this L1
         self.l1.nothing_in_use()
 
 
