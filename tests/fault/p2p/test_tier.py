@@ -28,7 +28,9 @@ async def test_chunks_of_an_owner_are_found_and_read(net, seal: bool, unix: bool
         8 * RECORD,
         1,
     )
-    await until(lambda: one.owner.records.sent_bytes == 8 * RECORD)  # counted once the reader may have all of it
+    await until(
+        lambda: one.owner.records.sent_bytes == 8 * RECORD
+    )  # counted once the reader may have all of it
 
 
 async def test_nothing_is_put_deleted_or_cleared(net) -> None:
