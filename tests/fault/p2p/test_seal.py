@@ -17,6 +17,7 @@ from kvstrata.p2p.settings import OwnerLimits
 from kvstrata.testing.strategies import payload_of
 from tests.harness.l1 import L1, RECORD, SIZE
 from tests.harness.peers import KEYS, LOADED, Opened, PeerNet, PeerOwner, failed
+from tests.harness.waiting import until
 
 Change = Callable[[bytearray], None]
 
@@ -116,6 +117,9 @@ async def test_what_was_changed_on_the_way_closes_the_connection_and_is_a_miss(
     if change is not repeat:  # what was repeated may come after the last byte of the answer
         assert outcomes == [failed("peer_gone")] * 8
         assert not one.adapter._parts.reader._open
+    await until(
+        lambda: not one.owner.records.sending_bytes
+    )  # or it is still too busy with what was broken off
     assert await one.load(*KEYS) == [LOADED] * 8, "a new connection has new keys"
 
 
