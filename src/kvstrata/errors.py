@@ -1,9 +1,9 @@
 """The error tree: split by who is wrong, one class per action that the caller can take, each with a stable wire code.
 
-    CallerError   the request cannot be granted as it is: its sender must change something, or send another one first
+    CallerError   the request cannot be granted as it is: its sender must change it, or send another request first
     ConfigError   the configuration is wrong: the start stops, and the message says what to change
     MediumError   the shared memory, storage or network that should hold or carry the bytes failed
-    RemoteError   the process that was asked cannot grant the request now, or refused it; the request was sound
+    RemoteError   the process that was asked cannot grant the request now, or refused it; the request was valid
     InternalError our own mistake
 
 A missing key is a result, never an error.  Messages name the field, the value and what to change.  `from_wire` alone

@@ -1,7 +1,7 @@
 """Named points in the server's protocol at which a test can kill, freeze or disturb the process.
 
-Only `arm()` arms points, from KVSTRATA_FAILPOINTS, and only in an environment with KVSTRATA_TESTING=1; otherwise `hit`
-costs one comparison.  KVSTRATA_FAILPOINTS holds `name=action` pairs separated by commas.  The action is `kill`
+Only `arm()` activates points, from KVSTRATA_FAILPOINTS, and only in an environment with KVSTRATA_TESTING=1; otherwise
+`hit` costs one comparison.  KVSTRATA_FAILPOINTS holds `name=action` pairs separated by commas.  The action is `kill`
 (SIGKILL), `stop` (SIGSTOP) or `crash` (RuntimeError, as a mistake of ours would raise), and `@n` delays it to the n-th
 time that the point is reached: `lookup.done=stop@2`.
 """

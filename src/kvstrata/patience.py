@@ -1,11 +1,11 @@
-"""One factor for every limit after which a live party counts as silent, dead or too slow; only tests raise it.
+"""One factor for every limit after which a live process counts as silent, dead or too slow; only tests raise it.
 
 On a busy machine a live process may not run for seconds.  Tests of anything but these limits must not fail then, so
 they set KVSTRATA_PATIENCE=20 beside KVSTRATA_TESTING=1.  Tests of silence leave it at 1.
 
-Limits are multiplied where they are used, or where a setting that nobody has set gets its default (config/load.py).
-Intervals, pauses between attempts and lives of what is remembered are not limits.  Native code reads the same
-variables (`base/patience.h`).
+Limits are multiplied where they are used, or where a setting gets its default (config/load.py).  Intervals, pauses
+between attempts, and expiry times of remembered state are not limits.  Native code reads the same variables
+(`base/patience.h`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes texts from outside fit for errors, logs and pages: short, on one line, without credentials.
+"""Makes external texts safe for errors, logs and pages: short, on one line, without credentials.
 
 Secrets are found in two ways.  Texts that this process knows to be secrets, because it read them from a setting for a
 secret, are replaced wherever they occur.  Other credentials are found by their form: in a URL, after `Bearer`, as a

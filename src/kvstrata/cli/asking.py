@@ -1,4 +1,4 @@
-"""Requests of the commands to the admin port of a server or controller: where it is, with which token, what it says."""
+"""Sends commands' requests to the admin port of a server or controller: finds address and token, checks the reply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The boundary of every command: what a command raises becomes one line on standard error and an exit status.
+"""The boundary of every command: an exception becomes one line on standard error and an exit status.
 
 1. No command ends with a traceback, wherever its output goes and whatever limits it runs under.
 2. The line says what is wrong and what to change. After a defect of ours it names the place instead.

@@ -1,4 +1,4 @@
-"""`lmcache-controller`: the process that knows which instance of a cluster holds which chunk."""
+"""`lmcache-controller`: the process that tracks which instance of a cluster holds which chunk."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """`kvstrata ctl`: asks the admin port of a running server or controller, and prints a table, or JSON with `--json`.
 
-The commands are the operations that a server states with a name for `ctl`, and below `cluster` and `gateway` those of a
-controller and of a gateway.
-`pool` asks nobody: it finds and reads the files of pools.
+The subcommands are the operations of a server that have a `ctl` name (process/operations.py); those of a controller and
+a gateway are below `cluster` and `gateway`. `pool` sends no request: it finds and reads the files of pools.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`kvstrata doctor`: finds what keeps server or connector from working on this machine, and ends with what to do."""
+"""`kvstrata doctor`: finds what prevents server or connector from working on this machine, and how to fix it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lmcache-gateway`: the proxy before serving engines."""
+"""`lmcache-gateway`: the proxy in front of serving engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of `kvstrata ctl status`, and what a server or a cluster warns of.
+"""The page of `kvstrata ctl status`, and the warnings about a server or a cluster.
 
 The page has at most LINES lines of COLUMNS columns, whatever the server holds; warnings come first.
 """

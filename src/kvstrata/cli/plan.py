@@ -1,8 +1,8 @@
-"""`kvstrata plan`: what configuration serves a recorded trace best, by the planner's predictions (controller/plan.py).
+"""`kvstrata plan`: predicts which configuration serves a recorded trace best (controller/plan.py).
 
-A trace is what a server with `observability.record` writes, which tells no answers' lengths, or one JSON object in a
-line for each request, as Mooncake's published traces have: `timestamp` in milliseconds, `input_length` and
-`output_length` in tokens, and `hash_ids`, which name the prompt's blocks of 512 tokens by all tokens up to their end.
+A trace is a log that a server with `observability.record` has written (it lacks the lengths of answers), or a file in
+the format of Mooncake's published traces, with one JSON object per request and line: `timestamp` in milliseconds,
+`input_length` and `output_length` in tokens, and `hash_ids`, one prefix hash per 512-token block of the prompt.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`kvstrata prewarm`: loads the KV of a prompt into L1 before anybody asks, and reports what that cost and saved.
+"""`kvstrata prewarm`: loads the KV of a prompt into L1 ahead of requests, and reports the cost and the saving.
 
-An engine makes tokens of texts and conversations.
+Texts and conversations are tokenized by an engine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`kvstrata replay`: what L1s of several sizes would have hit on recorded requests, by the server's own policy.
+"""`kvstrata replay`: simulates the hits of L1s of several sizes on recorded requests, with the server's own policy.
 
-It reads what a server with `observability.record` writes, and traces in the form published with Mooncake (FAST 2025):
+It reads logs of a server with `observability.record`, and traces in the format published with Mooncake (FAST 2025):
 JSON lines with `timestamp` (ms) and `hash_ids`, one for each block of the prompt, equal for equal prefixes.
 """
 

@@ -1,7 +1,8 @@
 """The common part of the commands that run a server, controller or gateway: settings, `--check`, errors.
 
-Settings that `--check` looks at may be for another machine, so what this machine lacks is told apart from a setting
-that is wrong everywhere.  A server starts here with neither.  Nothing is opened, written or asked over the network.
+`--check` may read settings that are meant for another machine.  So it distinguishes a resource that this machine lacks
+from a setting that is wrong on every machine; a server on this machine would start with neither.  `--check` opens and
+writes nothing, and sends nothing over the network.
 """
 
 from __future__ import annotations

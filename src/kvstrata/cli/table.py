@@ -1,4 +1,4 @@
-"""Nested values as aligned lines, for commands that print for people."""
+"""Formats nested values as aligned lines, for the human-readable output of commands."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The cache client of one engine process: what a connector calls.
+"""The cache client of one engine process: the interface that a connector calls.
 
-No method but `close` waits for the server: a method changes shared state, hands a closure to the I/O thread and
+Only `close` waits for the server: every other method changes shared state, hands a closure to the I/O thread and
 returns.  Whatever is wrong with the server, a lookup becomes a miss, a store is refused and a load fails its items,
-each within its time.  When the server comes back, the client uses it again by itself.
+each within its time limit.  When the server comes back, the client uses it again without help.
 
-The client tells its parts in order that a server is attached, heard or lost.  It decides when an old epoch has ended,
-and sends `quiesced` to tell the server that no copy of that epoch runs any more.
+The client notifies its parts, in a fixed order, when a server is attached, heard from or lost.  It decides when an old
+epoch has ended, and sends `quiesced` to tell the server that no copy of that epoch is running any more.
 
 Threads: callers (any) · one I/O thread (`kvstrata.client.link`) · native copy threads · short-lived threads that attach
 or map the pool's pages.  In a forked child the client is dead: it refuses every call and touches nothing of the

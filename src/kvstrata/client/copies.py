@@ -1,9 +1,9 @@
-"""Knows which bytes of the pool this process may touch now, and gives copies of them to native threads.
+"""Tracks which bytes of the pool this process may touch now, and submits copies of them to native threads.
 
 Invariants
 1. A copy begins only in an epoch that is open here.  An epoch is open from its attach until `quiesce` closes it: until
    then the bytes that the server leased or reserved for this process stay ours, even while that server is dead, and
-   even after the next server has adopted the pool (a lease ends by its process's release or death, never by a clock).
+   even after the next server has adopted the pool (only its process's release or death ends a lease, never a clock).
 2. `quiesce` closes an epoch only when no copy of it runs, and no copy of it begins afterwards.
 3. A mapping lives as long as an open epoch or a running copy refers to it, so a copy never loses its memory to a new
    server's pool.

@@ -1,4 +1,4 @@
-"""Handles that the client gives to its caller: of lookups, stores and loads.
+"""The handles of lookups, stores and loads that the client returns to its caller.
 
 `CacheClient` makes each handle and finishes it once: in its I/O thread, or in the calling thread when nothing has to be
 awaited.  Any thread may read a handle.  Nothing here does I/O.

@@ -1,4 +1,4 @@
-"""Request identities, which exist at once and are declared to each server in the background; and the engine's slices.
+"""Request identities, usable at once and declared to each server in the background; and the engine's slices.
 
 A caller gets an `Identity` without any message: keys can be computed from it right away.  The I/O thread declares the
 identity to the attached server and keeps the id that this server gives it.

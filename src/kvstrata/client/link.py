@@ -1,16 +1,16 @@
-"""The conversation with one server: attach, requests, silence.  Its own I/O thread does all of it.
+"""The connection to one server: it attaches, sends requests and detects silence, all on an I/O thread of its own.
 
-Over its one connection the process attaches and then sends its requests.  Only while no server is attached does a
-second thread exist, which tries to attach.
+The process attaches and sends its requests over a single connection.  A second thread exists only while no server is
+attached: it tries to attach.
 
 Invariants
-1. Other threads only `post`; everything else of `Link` belongs to the I/O thread.
-2. The I/O thread never waits for anything but its poll: attaching may block, and has a thread of its own.
+1. Other threads only call `post`; all other state and methods of `Link` belong to the I/O thread.
+2. The I/O thread waits only in its poll: attaching may block, so it has a thread of its own.
 3. A connection belongs to one epoch of the server.
 
-A request (`Pending`) gets its number when it is sent, once.  What a connection carries arrives once and in order, so
-nothing is repeated; what was sent over a connection that ends has no outcome.  Besides an answer, these events end a
-request:
+A request (`Pending`) gets its number when it is sent, once.  A connection delivers each message once and in order, so
+no request is repeated; if the connection ends first, the outcome of the request is unknown.  Besides a reply, these
+events end a request:
 
     kind   deadline   server silent   connection lost
     -----  ---------  --------------  ---------------
@@ -18,19 +18,19 @@ request:
     TELL   -          kept            fails
 
 ASK requests are lookups and reserves: a caller waits for them.  TELL requests are all others; those that are made while
-no server is attached go to the next one.
+no server is attached are sent to the next one.
 
 4. For each request that was added and not removed, either `replied` or `failed` is called, once.
 5. At most `MAX_ASKS` ASK requests are under way.
 
-While the server answers, requests go out.  While it is silent (`Silence`), callers are answered at once, with misses.
+While the server answers, requests are sent.  While it is silent (`Silence`), callers are answered at once, with misses.
 A client process that did not run for a while (stopped, no free core, its interpreter locked) finds a ping overdue
-although the server answered it long ago: the answer waits unread in this process.  So a check that runs more than
-`LATE_S` after it was due does not yet call the server silent; the next check does, `SECOND_LOOK_S` later, if the server
-was not heard by then.
+although the server answered it long ago: the reply is still unread in this process.  So a check that runs more than
+`LATE_S` after it was due does not yet call the server silent; the next check, `SECOND_LOOK_S` later, does so if no
+reply was read by then.
 
-Pings go out every `TELL_PING_S` while they have something to tell, every `BUSY_PING_S` while requests are outstanding,
-else every `IDLE_PING_S`.  To a silent server they go out every `SILENT_PING_S`, so that a server that runs again is
+Pings are sent every `TELL_PING_S` while they have something to report, every `BUSY_PING_S` while requests are
+outstanding, else every `IDLE_PING_S`.  A silent server is pinged every `SILENT_PING_S`, so a server that runs again is
 noticed within that time.
 """
 

@@ -1,8 +1,9 @@
 """Loads: leased chunks on their way from the pool into the engine's blocks, each verified while it is copied.
 
 A synchronous load copies in the calling thread, group after group of `GROUP_BYTES`.  A load in the background begins
-one native copy for each group, so that a cancel can stop the copies that wait; with `whole` it begins a single native
-copy, whose sections the caller can await.  When the last copy has ended, this process's share of the lease ends.
+one native copy for each group, so that a cancel can stop the copies that are still queued; with `whole` it begins a
+single native copy, whose sections the caller can await.  When the last copy has ended, this process's share of the
+lease ends.
 """
 
 from __future__ import annotations

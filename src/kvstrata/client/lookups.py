@@ -1,14 +1,15 @@
-"""Lookups, answered with leases, and the leases on their way back to the server.
+"""Lookups, which are answered with leases, and the release of those leases.
 
-`Lookups` carries each lookup from its call to its answer or its end.  It knows the lookups that this process still
-wants: the process names them when it attaches again to the same server, which ends the leases of all others.  It also
-keeps the misses that a caller saw without a lookup, and its hints, until a ping has told the server of them.
+`Lookups` carries each lookup from its call to its reply or its end.  It records the lookups that this process still
+needs: the process names them when it attaches again to the same server, which ends the leases of all others.  It also
+keeps the callers' hints, and the misses that callers found without a lookup, until a ping has reported them to the
+server.
 
-`ReleaseQueue` gives leases back, many in one message.  While a caller waits for a lookup or a reserve, leases stay here
-for up to `HOLD_S`: the server answers the caller first, and one message then gives back the leases of several requests.
-A lease stays here until its release is answered or its epoch ends; then `quiesced` ends the lease.  The scheduler may
-attach earlier than this process, so a release may name an epoch that this process has not attached to yet; such a
-release waits for that epoch.
+`ReleaseQueue` releases leases, many in one message.  While a caller waits for a lookup or a reserve, releases are
+delayed by up to `HOLD_S`: the server answers the caller first, and one message then releases the leases of several
+requests.  A lease stays in the queue until its release is answered or its epoch ends; then `quiesced` ends the lease.
+The scheduler may attach earlier than this process, so a release may name an epoch that this process has not attached to
+yet; such a release waits for that epoch.
 """
 
 from __future__ import annotations

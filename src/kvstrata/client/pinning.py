@@ -2,7 +2,7 @@
 
 If an extent is not registered, the driver copies it through buffers of its own, at a fraction of the speed, and the
 copy blocks the thread that begins it.  So each worker registers its mapping slab by slab, in a thread of low priority,
-beginning with the slabs that the server has faulted in.  Meanwhile copies to and from the whole pool go on.
+beginning with the slabs that the server has faulted in.  Meanwhile copies to and from all of the pool continue.
 
 Invariants
 1. A slab is registered only when all its pages exist: a page that does not exist yet would be charged to this process.

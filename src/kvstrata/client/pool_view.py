@@ -1,6 +1,6 @@
-"""The chunks that L1 holds now, read from the pool's index in shared memory: no message, no lock, no promise.
+"""Reads from the pool's index in shared memory which chunks L1 holds now, without a message or a lock.
 
-A chunk that is seen here may be gone a moment later; only a lookup's lease keeps it.
+A chunk that is found may be evicted a moment later; only a lookup's lease keeps it.
 """
 
 from __future__ import annotations

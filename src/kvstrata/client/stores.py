@@ -3,20 +3,20 @@
 Each batch goes through these states:
 
     RESERVING ─▶ GATHERING ─▶ COMMITTING ─▶ LEFT        a commit is answered
-        │ │          │ └────────────────────▶ LEFT      the server that gave the extents is gone
+        │ │          │ └────────────────────▶ LEFT      the server that reserved the extents is gone
         │ └──────────┴─▶ UNDOING ───────────▶ LEFT      a cancel or abort is answered
-        └───────────────────────────────────▶ LEFT      no extent was given, or the reserve was never sent
+        └───────────────────────────────────▶ LEFT      no extent was reserved, or the reserve was never sent
 
-If the server refuses the last chunk of a
-batch, the chunks of its job that are in no batch yet are refused too.  When the server falls silent, the chunks of an
-unanswered commit count as failed at once.  A process that attaches again to the same server names the reserves of its
-batches, and the server ends all others; a commit whose connection was lost may have stored its chunks or not.
+If the server refuses the last chunk of a batch, the chunks of its job that are in no batch yet are refused too.  When
+the server falls silent, the chunks of an unanswered commit count as failed at once.  A process that attaches again to
+the same server names the reserves of its batches, and the server ends all others; a commit whose connection was lost
+may have stored its chunks or not.
 
 Invariants
 1. No reservation is aborted or cancelled while a copy into its extents runs.
 2. A chunk that was gathered after `StoreJob.cancel` may hold bytes of another chunk, so it is never committed.
-3. Reserved bytes stay within the server's limit for one session, and admitted bytes within BACKLOG_BYTES; only a
-   single batch or store may be larger.
+3. Reserved bytes stay within the server's limit for one session, and admitted bytes within BACKLOG_BYTES; only a lone
+   batch or store may exceed them.
 """
 
 from __future__ import annotations

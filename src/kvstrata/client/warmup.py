@@ -1,9 +1,9 @@
 """Maps the pool's pages into this process ahead of the copies that need them.
 
 The server faults the pool in, but each process has page tables of its own: the first copy into an extent that this
-process never touched pays a fault for each page and runs at a third of its speed (`benchmarks/copy_path.py`).  A thread
-of low priority walks over the pool and maps the pages that exist.  Pages that the server has not faulted in yet are
-left for the next walk: a page is charged to the control group of the process that touches it first.
+process never touched takes a page fault for each page and runs at a third of its speed (`benchmarks/copy_path.py`). A
+thread of low priority walks over the pool and maps the pages that exist.  Pages that the server has not faulted in yet
+are left for the next walk: a page is charged to the control group of the process that touches it first.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What followers of instances share: the directory of their chunks, and how it is kept up to date."""
+"""The directory of the chunks that instances hold, and the followers that keep it up to date."""

@@ -1,7 +1,7 @@
-"""Changes the placements of chunks, by what followers read and by a restored snapshot.  lookups.py reads the result.
+"""Applies changes of chunk placements, from followers and from a restored snapshot.  lookups.py reads the result.
 
-1. One thread carries out all changes of placements, in the order in which the loop decided them, each for the slot that
-   was decided with it.  So a change after the end of a list applies to the slots that the list filled.
+1. One thread applies all changes of placements, in the order in which the loop decided them, each to the slot that was
+   decided with it.  So a change after the end of a list applies to the slots that the list filled.
 2. Retiring a slot is such a change too, so no earlier change reaches the slot once it stands for something else.  The
    placements of a retired slot are hidden at once, since the slot loses its name and is not readable.
 3. Waiting changes are bounded: a follower awaits each page of a list, and `idle` while `busy`.

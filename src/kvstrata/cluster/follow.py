@@ -1,14 +1,14 @@
-"""Keeps the directory's knowledge of one instance exact, by asking the instance's control port.
+"""Keeps the directory in step with one instance, by polling the instance's control port.
 
     cursor := now ─▶ list every tier ─▶ publish ─▶ changes since the cursor ─▶ changes since then ─▶ …
 
 1. The list is read while chunks come and go.  All changes since its start are applied after it, so the directory ends
    with the last state of each chunk.
-2. A follower that the instance cannot bring up to date (`too_old`) lists again, and knows that it is not in step:
-   `confirmed` is false meanwhile, and lookups find what they found before.
-3. The instance keeps nothing for a follower.  An answer that is lost is asked for again from the same cursor, which
-   changes nothing that was applied already.
-4. An unanswered poll is silence.  The owner of the follower decides what it means.
+2. If the instance no longer has the changes since the cursor (`too_old`), the follower lists again.  Meanwhile
+   `confirmed` is false, and lookups find the placements from before.
+3. The instance keeps no state for a follower.  If a reply is lost, the follower asks again with the same cursor;
+   applying a change twice has no effect.
+4. An unanswered poll is reported as silence; the owner of the follower decides what silence means.
 5. At most one page of a list is under way, and LISTS followers of a process list at a time.
 """
 

@@ -1,6 +1,6 @@
-"""The instances that one process follows, and the directory of what they hold: in a controller and in a gateway alike.
+"""The instances that one process (a controller or a gateway) follows, and the directory of the chunks that they hold.
 
-Which instances these are, and when one has gone, its owner decides.
+Its owner decides which instances to follow, and when an instance is gone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The link of an instance or a gateway to one controller: it says again and again that it is there.
+"""The link of an instance or a gateway to one controller: it sends heartbeats.
 
-It does so every `beat_ms` of the answer, also as a member: a controller may have forgotten it, or be another process by
-now.  If SILENT_BEATS in a row are not answered, the link is made anew, and the controller's name resolved again: the
-controller may have moved while the kernel of its old host still holds the connection.
+The controller's reply sets their interval (`beat_ms`).  A member registers with every heartbeat, since the controller
+may have forgotten it or been replaced by a new process.  If SILENT_BEATS in a row are not answered, the link is
+replaced and the controller's name is resolved again: the controller may have moved while the kernel of its old host
+still holds the connection.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Lookups in the registry: the names of its slots (each stands for one tier of one group), and which L1 peers may read.
+"""Lookups in the registry: the names of its slots (a slot is one tier of one group), and which L1s peers may read.
 
 1. No lookup finds a slot without a name, even if the registry still holds placements of it.
 2. Lookups never wait for changes.  More than `INLINE_TAGS` tags are looked up on a thread, with the names and the mask
-   of readable slots at the time of the question.
+   of readable slots as they were when the lookup was called.
 """
 
 from __future__ import annotations

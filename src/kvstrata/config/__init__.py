@@ -1,1 +1,1 @@
-"""Settings of server, controller and client: their model, their sources, and the treatment of LMCache's names."""
+"""Settings of our processes and clients: their model, their sources, and the mapping of LMCache's names."""

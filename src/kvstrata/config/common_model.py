@@ -1,4 +1,4 @@
-"""Settings that several processes have."""
+"""Settings that several kinds of process share."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the type of a setting demands of its value, as an English sentence, and every value that breaks its demand.
+"""Says in English what a setting's type demands of its value, and finds all values that break their demand.
 
-A setting whose values have a form beyond their type says it in `Meta(extra={"demand": "must be …"})`.
+A setting that restricts its values beyond their type says so in `Meta(extra={"demand": "must be …"})`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Command-line flags of server, controller and gateway: our own flags, and the treatment of LMCache's."""
+"""Command-line flags of server, controller and gateway: our own flags, and the mapping of LMCache's."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 the defaults.
 
 Errors name the source, the key as the source spells it, and the value, and say what the value must be (demands.py).  An
-unknown key is an error that suggests the nearest name.  Everything that is wrong is said at once.
+unknown key is an error that suggests the nearest name.  All errors are reported together.
 """
 
 from __future__ import annotations

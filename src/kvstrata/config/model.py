@@ -1,7 +1,7 @@
 """Settings of the server: name, type, bounds, default and meaning of each.
 
-controller_model.py and client_model.py have those of the other processes, common_model.py those that several have.  The
-configuration reference in docs/configuration.md is generated from these structs, and the loader
+controller_model.py, gateway_model.py and client_model.py have those of the other processes, common_model.py the shared
+ones.  The configuration reference in docs/configuration.md is generated from these structs, and the loader
 (`kvstrata.config.load`) takes names, bounds and defaults from them.  Sizes in GB are multiples of 2**30.
 """
 

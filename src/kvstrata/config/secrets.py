@@ -1,7 +1,7 @@
 """The one rule by which pages, answers, printed settings and errors leave out secret values.
 
-The text of a field is shown only if fields of its name are known to hold no secret (`SHOWN`), or just the place of a
-secret (`REFERENCE`).  The text of any other field is left out, for example that of an SDK's option that is not listed
+The text of a field is shown only if fields of its name are known to hold no secret (`SHOWN`), or only the location of a
+secret (`REFERENCE`).  The text of any other field is left out, including that of an SDK's option that is not listed
 here.  Numbers, true, false and null are shown, unless the field's name says that the value is a secret.
 """
 

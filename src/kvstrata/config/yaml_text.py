@@ -1,7 +1,7 @@
-"""YAML as it is written: the scalars of YAML 1.2's core schema, and no key twice in a mapping.
+"""Parses YAML with the scalars of YAML 1.2's core schema, and refuses duplicate keys in a mapping.
 
-PyYAML follows YAML 1.1, in which `no` is false, `22:30` is 1350, `0700` is 448, and the last of two equal keys wins.
-A key is text, however it is written: `no:` and `0700:` name what they spell.  `<<` still merges mappings.
+PyYAML follows YAML 1.1, in which `no` is false, `22:30` is 1350, `0700` is 448, and the last of two equal keys wins. A
+key is always text: `no:` is the key "no", and `0700:` the key "0700".  `<<` still merges mappings.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """Blocks in device memory: chunks go straight between them and the pool, on streams of our own.
 
-    store   engine's stream ──moment──▶ store stream: blocks ──▶ extents ──▶ CRCs and header on the host
-    load    engine's stream ──moment──▶ load stream: extents ──▶ blocks, while the CRCs are verified
-            engine's stream ◀──event of a section── as soon as the engine comes to that layer
+    store   engine's stream ──event──▶ store stream: blocks ──▶ extents ──▶ CRCs and header on the host
+    load    engine's stream ──event──▶ load stream: extents ──▶ blocks, while the CRCs are verified
+            engine's stream ◀──event of a section── when the engine reaches that layer
 
 Both begin after the work that is queued on the engine's stream at the time of the call: a store after the forward pass
-that computes its chunks, a load after everything that still reads, writes or zeroes its blocks.  No stream is ever
+that computes its chunks, a load after all kernels that still read, write or zero its blocks.  No stream is ever
 synchronised: the engine's thread waits only for the end of loads that its step needs (`vllm.worker.WorkerSide`).
 
-After a sticky error of the driver nothing is copied any more: stores are refused, loads fail, and the engine computes
-the tokens.
+After a sticky error of the driver all copies stop: stores are refused, loads fail, and the engine computes the tokens.
 
 This module does not import torch: a stream is the driver's handle as an int.
 """

@@ -1,4 +1,4 @@
-"""Digests of the files of a model, which tell its weights from any others."""
+"""Digests of a model's files, which distinguish its weights from any others."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """A connector's settings: the engine's own option for it, then the environment, then a file; the first wins.
 
-- the engine's option (vLLM's `kv_connector_extra_config`): `lmcache.mp.*` as users of LMCache have it; our settings as
-  `kvstrata.NAME`, `lmcache.NAME` or `NAME`;
+- the engine's option (vLLM's `kv_connector_extra_config`): LMCache's `lmcache.mp.*`; our settings as `kvstrata.NAME`,
+  `lmcache.NAME` or `NAME`;
 - environment: `KVSTRATA_NAME`, then `LMCACHE_NAME`;
 - file: the YAML in `KVSTRATA_CONFIG_FILE` or `LMCACHE_CONFIG_FILE`.
 
 Server and engine may share one file and one environment: settings of the server are ignored here.  Every name that has
 no effect here is logged once.  An unknown name stops the start with advice, except in a file or variable for LMCache.
-Text of a number or truth value is accepted as LMCache accepts it, since env files and shell variables have such values.
+Numbers and booleans may be text, as in LMCache, since env files and shell variables can hold only text.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The operations of a controller's HTTP port, and what they use of the process.
+"""The operations of a controller's HTTP port, and the parts of the process that they use.
 
 Operations that change something or ask an instance answer 202 if the instance has not answered within `wait_s`; an
-event then tells how the command ends, by its number.  Of several controllers only the leader carries them out; another
-one redirects the client to it (307).
+event with the command's number then reports its outcome.  Only the leader of several controllers carries them out; the
+others redirect the client to it (307).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What instances and gateways ask a controller at its port (rpc/control_port.py)."""
+"""The controller's replies to instances and gateways at its port (rpc/control_port.py)."""
 
 from __future__ import annotations
 

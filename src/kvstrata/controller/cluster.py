@@ -1,4 +1,4 @@
-"""The cluster as this controller knows it: carries out instances' messages and admins' orders, on one loop.
+"""This controller's state of the cluster: handles instances' messages and admins' orders, on one loop.
 
 Messages (answers.py) and the HTTP API (admin.py) both arrive here.  Only `register` and `outcome` wait for instances,
 for a bounded time.

@@ -1,9 +1,9 @@
-"""Commands of a controller to its instances: each is sent once, to the instance's control port, and ends once.
+"""Commands of a controller to its instances; each is sent once, to the instance's control port, and ends once.
 
-1. A command that was sent may have been carried out although no answer came: its connection ended, it expired, the
-   member is gone, or this controller no longer leads.  Nothing is sent again.
+1. A command that was sent may have been carried out although no reply came: its connection ended, it expired, the
+   member is gone, or this controller no longer leads.  No command is sent again.
 2. At most MAX_SENT (member.py) commands of a member are sent at a time; at most MAX_WAITING have not ended.
-3. How a command ended is told as an event (cluster.py); nothing else remembers it.
+3. The outcome of a command is published as an event (cluster.py) and kept nowhere else.
 """
 
 from __future__ import annotations

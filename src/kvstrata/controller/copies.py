@@ -1,15 +1,15 @@
-"""Copies of hot prefixes, made ahead, so that an instance's death costs its users little; and made again after one.
+"""Copies hot prefixes to several instances ahead of time, so that the death of an instance costs its users little.
 
-The leader asks all instances every STEP_S what their requests have in common (server/cluster/shared.py), and how often
-they have asked for the prefixes that it knows.
+The leader asks all instances every STEP_S which prefixes their requests share (server/cluster/shared.py), and how often
+the prefixes that it already tracks were requested.
 
-1. A prefix is worth the seconds of computing that it saves each second: requests a second × the time to compute those
-   of its chunks that no shorter hot prefix has.
-2. By its worth for each GB, a prefix is wanted on one instance, or on more (`wanted`), in as many zones as there are.
-3. Where fewer hold it, one more gets it: in a zone, and on a host, that has none (`places`).  So what was lost with an
-   instance, or by its restart, is copied again from another one.
+1. A prefix's worth is the computing time that it saves per second: requests per second × the time to compute those of
+   its chunks that no shorter hot prefix has.
+2. The worth per GB decides on how many instances a prefix should be (`wanted`), spread over as many zones as exist.
+3. If fewer instances hold it, one more gets it, in a zone and on a host without a copy (`places`).  So prefixes that
+   were lost with an instance, or by its restart, are copied again from another one.
 4. One copy is under way at a time, in pieces of PIECE_S of the allowed rate, so users' reads wait for a piece at most.
-5. Nothing is kept but in memory: what is hot the instances know, and what they hold the directory.
+5. All state is in memory: the instances know which prefixes are hot, and the directory knows which chunks they hold.
 """
 
 from __future__ import annotations

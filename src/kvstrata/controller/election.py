@@ -13,16 +13,16 @@ grow from one leadership to the next as long as etcd keeps its data.  For the ca
 revision has gone back, or if an instance has seen a greater token.
 
 Invariants
-1. `token` is 0 unless etcd surely keeps the lease: the time to live is counted from before the refresh was sent.  A
-   process that was stopped and goes on later finds its time over before it can believe that it leads.
+1. `token` is 0 unless etcd is certain to keep the lease: the time to live is counted from before the refresh was sent.
+   A process that was stopped and continues later finds its lease expired before it can believe that it leads.
 2. The lease is refreshed only after a transaction that succeeded.  So a controller that has lost its rights in etcd is
    neither member nor leader after one time to live.
 3. Only the leader writes orders, in transactions that require the leader's key to be the one that `token` names; all
-   controllers read them.  If etcd has no orders, the leader writes those that it knows.
+   controllers read them.  If etcd has no orders, the leader writes the ones that it has.
 4. Instances keep the greatest (cluster id, token) that they have seen, and refuse commands with a smaller pair.  So
    commands that a leader sent just before it was stopped, or that arrive late, have no effect.
-5. While etcd is away, no controller leads after one time to live; reads go on, and when etcd is back a leader is
-   elected.
+5. While etcd is unreachable, no controller leads after one time to live; reads continue, and a leader is elected when
+   etcd is back.
 6. If the lease of the leader's key is not that of a living member, the key is removed, unless it was written again
    meanwhile, and the next step elects.
 """

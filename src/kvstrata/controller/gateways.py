@@ -1,8 +1,8 @@
-"""The gateways that ask this controller, and what it answers them.
+"""The gateways that send heartbeats to this controller, and the replies to them.
 
-1. At most MAX_GATEWAYS are known; the one that was silent longest makes room.  One that was silent for KEPT_S is
-   forgotten.  Nothing depends on it but what operators see.
-2. A gateway's name counts as an instance's id does: where the controller's key file lists ids, the key of the
+1. At most MAX_GATEWAYS are kept; a further one replaces the one that was silent longest.  A gateway that was silent for
+   KEPT_S is forgotten.  Only what operators see depends on this table.
+2. A gateway's name is checked like an instance's id: where the controller's key file lists ids, the key of the
    connection must be listed with the name.
 """
 

@@ -1,4 +1,4 @@
-"""Recent events of the cluster, of which the last MAX_EVENTS are kept in memory."""
+"""Recent events of the cluster; the last MAX_EVENTS are kept in memory."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
 """Which public key each instance id belongs to.  No I/O, no clock.
 
-1. An id belongs to the key under which it was first registered, also while its instance is away and after a restart of
-   the controller: the keys are kept with the orders of admins (orders.py).  An admin who removes the instance ends
-   that.
+1. An id belongs to the key under which it was first registered, even while its instance is absent and after a restart
+   of the controller: the keys are kept with the orders of admins (orders.py), until an admin removes the instance.
 2. If the controller's key file lists ids for its clients (`client KEY ID…`), a client may register only under its own
-   ids; if several clients' ids match, the closest match counts.  A key that the file lists no more holds no id, so a
+   ids; if several clients' ids match, the closest match counts.  A key that the file no longer lists owns no id, so a
    client's key can be changed in the file.
-3. At most MAX_KEYS ids are known.  Then ids that were not seen for KEPT_S make room, and if none is so old, no new id
-   is let in: otherwise a flood of new ids would set the ids of absent instances free.
+3. At most MAX_KEYS ids are kept.  At that limit, ids that were not used for KEPT_S are replaced; if none is so old, new
+   ids are refused, since otherwise a flood of new ids would free the ids of absent instances.
 """
 
 from __future__ import annotations

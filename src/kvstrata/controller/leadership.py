@@ -1,4 +1,4 @@
-"""Tells whether this controller may send commands: it is the only one, or it leads the election (election.py)."""
+"""Decides whether this controller may send commands: it is the only one, or it won the election (election.py)."""
 
 from __future__ import annotations
 

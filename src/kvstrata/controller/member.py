@@ -1,6 +1,6 @@
-"""Records of what a controller knows of one instance; its states follow a table.  No I/O, no clock, no decisions.
+"""A controller's record of one instance, and the table of its states.  No I/O, no clock, no decisions.
 
-`Members` decides: it changes a `Member`, and puts what the caller must do next into an `Outbox`.
+`Members` decides: it changes a `Member`, and adds to an `Outbox` what the caller must do next.
 """
 
 from __future__ import annotations

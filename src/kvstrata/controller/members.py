@@ -1,4 +1,4 @@
-"""Decides which incarnation of an instance is a member of the cluster, and which members live.  No I/O, no clock.
+"""Decides which incarnation of an instance is a member of the cluster, and which members are alive.  No I/O, no clock.
 
 1. An id belongs to a key (instance_keys.py).  Only messages that come with the key of a member count as the member's,
    and only a process that has its secret key can answer the controller.
@@ -7,10 +7,10 @@
    successor lives; after the successor's death it may register again.
 3. Placements belong to a `group`, a number that is new each time that an incarnation becomes a member.  When the outbox
    names a member in `forgotten`, its placements are dropped.
-4. Everything here is bounded: members, dead members, and remembered incarnations.
+4. Members, dead members, and remembered incarnations are bounded.
 5. An order says whether a member is drained (orders.py), and its condition says whether it leases nothing to peers.  As
    long as the two differ, the member is commanded again.
-6. A member lives as long as it answers (cluster/follow.py); its registrations, which it repeats, do not count.
+6. A member is alive as long as it answers polls (cluster/follow.py); its repeated registrations do not count.
 
 The states of a member are a table in member.py.  Every method takes the time, in monotonic seconds.
 """

@@ -1,6 +1,6 @@
-"""The controller's numbers: those that are read from its state, and a list of the parts that count.
+"""The controller's metrics: those that are read from its state, and a list of the parts with counters of their own.
 
-All values of labels are in the code, except names of instances, which MAX_INSTANCES bounds.
+The values of all labels are fixed in the code, except names of instances, which MAX_INSTANCES bounds.
 """
 
 from __future__ import annotations

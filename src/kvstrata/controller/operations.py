@@ -1,6 +1,6 @@
 """Operations of admins on the cluster: find, claim, copy, move and drop chunks; drain and remove instances.
 
-An operation goes on after its caller has stopped waiting.
+An operation continues after its caller has stopped waiting.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The orders of admins, which hold until they order otherwise: drained instances and removed instances.
+"""The standing orders of admins: drained instances and removed instances.
 
-The public keys that the ids of instances belong to (instance_keys.py) are kept with them.  Every controller learns keys
-when instances register with it; the leader writes those that it has learnt to etcd, and what etcd has counts.
+The public keys of instance ids (instance_keys.py) are kept with them.  Every controller learns keys when instances
+register with it; the leader writes those that it has learnt to etcd, and the keys in etcd are authoritative.
 
 If several controllers share an etcd, the leader writes each order there before it acts, and all controllers read it
 from there (election.py).  A single controller has only a file.  Every controller writes all orders that it knows to its

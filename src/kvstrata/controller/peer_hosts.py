@@ -1,10 +1,10 @@
-"""Which hosts an instance may name in its `control_endpoint`: those that it can be on, as its connection shows.
+"""Checks the host that an instance names in its `control_endpoint` against the address of its connection.  It may name:
 
-1. The address that its connection comes from, or a name of that address.
-2. Any address of this machine, if the connection comes from this machine.
-3. Any host that the setting `peer_hosts` lists, by name, address or network.
+1. the address that its connection comes from, or a name of that address;
+2. any address of this machine, if the connection comes from this machine;
+3. any host that the setting `peer_hosts` lists, by name, address or network.
 
-Controllers, gateways and readers connect to these endpoints, so without this rule a member could send them anywhere.
+Controllers, gateways and readers connect to these endpoints, so without this rule a member could direct them anywhere.
 """
 
 from __future__ import annotations

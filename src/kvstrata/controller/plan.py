@@ -1,23 +1,23 @@
-"""What would serve the requests of a group of engines best, from what was measured: pure functions, no clock.
+"""Predicts, from measurements, which configuration of a group of engines serves its requests best: pure functions.
 
-A group are engines that can compute for each other.  What its requests would get with k of its N engines prefilling is
-predicted so:
+A group consists of engines that can compute prompts for each other.  The service of its requests when k of its N
+engines prefill is predicted as follows:
 
-1. Requests come in *shapes*: so many a second, with so many prompt tokens to compute and so many of answer.  With
-   k > 0 the longest prompts are computed by k engines, and the others answer all requests and compute the rest: the j
-   longest shapes, with the j that is best, as gateways split where that costs less.  With k = 0 each engine does both,
-   and where gateways split, the engines divide the work among themselves as with the best k.
-2. Prompts take a share p of an engine's time.  With q tokens of answers a second and engine, R answers run at a time,
-   by Little's law, and a token takes (alone + each · R) / (1 - p); so R = q · alone / (1 - p - q · each).
+1. Requests come in *shapes*: a rate per second, a number of prompt tokens to compute, and a length of answer.  With k >
+   0, k engines compute the prompts of the j longest shapes (the best j is used, since gateways split where that costs
+   less), and the other engines answer all requests and compute the remaining prompts.  With k = 0 each engine does
+   both; where gateways split, the engines divide the work among themselves as with the best k.
+2. Prompts take a share p of an engine's time.  With q answer tokens per second and engine, R answers run at a time, by
+   Little's law, and a token takes (alone + each · R) / (1 - p); so R = q · alone / (1 - p - q · each).
 3. A first token is in time if prompt, queue and hand-over are within the limit.  The queue's tail is that of M/G/1,
    shared by the engines that compute: P(wait > x) = ρ^k · exp(-x · k · (1 - ρ) / h), with h = E[s²] / 2 E[s].
-4. An answer is in time if the prompts that are computed beside it take no longer than its limit leaves: a compound
-   Poisson process whose jump is a prompt's mean size, weighted by size.  R varies as a Poisson variable does.
+4. An answer is in time if the prompts that are computed beside it take no longer than its limit allows: a compound
+   Poisson process whose jump is a prompt's mean size, weighted by size.  R has a Poisson distribution.
 
-What is overloaded still counts by CAPACITY_SHARE, so among overloaded fleets the least overloaded one is best.
+Requests of an overloaded fleet count by CAPACITY_SHARE, so the least overloaded of several overloaded fleets is best.
 
-Nothing is changed by what is found here: where gateways split, fixed roles and bounds of requests in flight served
-fewer requests in time than the gateways' own choice.
+The result changes no routing: where gateways split, fixed roles and limits of requests in flight served fewer requests
+in time than the gateways' own choice.
 """
 
 from __future__ import annotations

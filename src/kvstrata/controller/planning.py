@@ -1,7 +1,7 @@
-"""What would serve the cluster's requests best, from what gateways have measured (controller/plan.py).
+"""Plans the cluster's engine configuration from the gateways' measurements (controller/plan.py).
 
-Each gateway tells totals since its start; their growth between two steps is the load.  It is smoothed, and what it will
-be at the next step is extrapolated (Holt).
+Each gateway reports totals since its start; their growth between two steps is the load.  The load is smoothed and
+extrapolated to the next step (Holt's method).
 """
 
 from __future__ import annotations

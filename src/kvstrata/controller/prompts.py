@@ -1,4 +1,4 @@
-"""The storage keys of chunks that an admin names, by the tokens of a prompt or by keys."""
+"""The storage keys of chunks that an admin names by the tokens of a prompt, or by their keys."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Ranks the owners to which an instance is sent for chunks that it lacks.
 
-The longest prefix is best; then come owners whose chunks are confirmed, owners in the asker's zone, and idle owners.
+The longest prefix ranks first; ties go to owners with confirmed chunks, then to the asker's zone, then to idle owners.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The snapshot of the directory on disk: written as a whole every `snapshot_s`, read once at the start.
 
-The orders of admins (orders.py) lie in the same folder.
+The file with the orders of admins (orders.py) is in the same folder.
 
     magic (8) · partitions of the registry (ext/core/src/registry/saved.cpp) · document (JSON) · footer
 
@@ -13,8 +13,8 @@ The footer has the document's offset, and the CRC32C of the document; each parti
    snapshot is there, and perhaps a `.new` file, which the next write overwrites.
 2. A snapshot that cannot be read, has another format version, or is too old, is left in place, counted, recorded as an
    event, and not served.
-3. No placement is served before all were read and their checksums are right.
-4. A thread of its own writes and reads placements, so the loop does not wait for them.
+3. No placement is served before all placements were read and their checksums verified.
+4. A separate thread writes and reads placements, so the loop does not wait for them.
 """
 
 from __future__ import annotations

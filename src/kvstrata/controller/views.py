@@ -1,4 +1,4 @@
-"""Makes the bodies of answers from what the cluster knows; tests/unit/controller/routes_golden.txt shows each.
+"""Makes the response bodies from the cluster's state; tests/unit/controller/routes_golden.txt shows each.
 
 Times are in milliseconds since 1970 (`_unix_ms`), or as seconds ago (`_ago_s`).
 """

@@ -1,1 +1,1 @@
-"""The gateway: an HTTP proxy before serving engines that speaks their OpenAI-compatible API."""
+"""The gateway: an HTTP proxy in front of serving engines that speaks their OpenAI-compatible API."""

@@ -1,4 +1,4 @@
-"""The operations of the gateway's own pages, which operators alone may use."""
+"""The operations of the gateway's admin pages, which only operators may use."""
 
 from __future__ import annotations
 

@@ -1,29 +1,29 @@
-"""Admission: when a request is sent to an engine, or refused.
+"""Admission: decides when a request is sent to an engine, or refused.
 
-    enter ─▶ waits ─▶ admitted        an engine was chosen, with the state of this moment, and reserved
+    enter ─▶ waits ─▶ admitted        an engine was chosen, by its state at this moment, and reserved
        │       │
        └───────┴────▶ refused         or the client leaves
 
-Requests wait here, not at the engines, once every engine that could serve them has enough before it
-(routing/queues.py).  So the engine is chosen as late as possible, and the order can still change: it is fair
-between tenants, and within a tenant by `order_s`: the deadline of the class of service, or PATIENCE_S after the
-arrival where there is none, less `PRIORITY_S` for each step of the request's priority.
+Requests wait here, not at the engines, once every engine that could serve them has enough queued work
+(routing/queues.py).  So the engine is chosen as late as possible, and the order can still change: it is fair between
+tenants, and within a tenant it follows `order_s`: the deadline of the class of service (PATIENCE_S after the arrival if
+the class has none), less `PRIORITY_S` for each step of the request's priority.
 
     tag of a tenant = max(virtual time, tokens that it was served by, divided by its weight)
 
 The tenant with the lowest tag is next; a request that is sent on sets the virtual time to its tenant's tag, and adds
 its tokens by weight to that (start-time fair queueing, Goyal, Vin and Cheng 1996).  So tenants whose requests wait get
-tokens in proportion to their weights, and one that had none waiting for a while is next, but gets nothing for the time
-before.
+tokens in proportion to their weights, and a tenant without waiting requests for a while is next when one arrives, but
+gets no credit for the time before.
 
-1. Nothing waits while an engine that could serve it has room.  Requests whose engines have none are passed over.
+1. No request waits while an engine that could serve it has room.  Requests whose engines have none are passed over.
 2. A request whose class sheds is refused once it cannot meet its deadline any more: by the choice when it is its turn,
-   and at the deadline.  One whose class does not shed is then ordered as if it had no class, so it does not delay
-   others that can still meet theirs.
+   and at the deadline.  If its class does not shed, it is then ordered as if it had no class, so that it does not delay
+   requests that can still meet their deadlines.
 3. Every `order_s` is fixed but for that one change, so each request's turn comes.
 4. At most `max_requests` wait, with bodies of MAX_BYTES.  Beyond that the tenant that takes most by its weight loses
    the request that would be served last.
-5. The dequeue is driven by first tokens, ends, engines that come and go, and settings; nothing polls.
+5. First tokens, ends of requests, changes of engines and new settings trigger the dequeue; nothing polls.
 """
 
 from __future__ import annotations

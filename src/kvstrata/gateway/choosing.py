@@ -1,12 +1,11 @@
-"""Which engine gets a request, and what is learned from how it goes.
+"""Chooses the engine of each request, and learns from the request's outcome.
 
     choose ─▶ dispatched ─▶ first_token ─▶ ended ─▶ learn        ended comes after each dispatched, and learn only after
                                                                  an answer
 
-What is known of a prompt's KV comes from three sources.  Engines whose KV events are heard tell what they hold
-(residency/); what they were sent within the last moments, whose events are still to come, and everything at other
-engines, is taken from what passed through here (prefixes.py).  What lies in L1s, L2 tiers and at peers is told by
-controllers (controllers/).
+The choice knows where a prompt's KV is from three sources: the KV events of engines (residency/); for engines without
+events, and for prompts whose events have not arrived yet, the requests that this gateway sent (prefixes.py); for L1s,
+L2 tiers and peers, the instances that controllers name (controllers/).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The last routing decisions, with all that they were made from, so that an operator can ask why and decide again.
+"""The last routing decisions with all their inputs, so that an operator can explain and replay them.
 
 A record is encoded when the decision is made, before the fleet's counters change.  Of each second the first `PER_S`
 decisions are kept, and the last `KEPT` of all.

@@ -1,11 +1,11 @@
-"""Who may use the gateway's port, and how much at a time.
+"""Access control and rate limits of the gateway's port.
 
 1. On loopback, where a client needs no key, `Host` must be a name of this port, and a web page that sends a request
    must be the port's own, as on all our ports (process/http_gate.py).  Otherwise any web page that a user of this
    machine opens could use the engines.
-2. With tenants in the settings each request must carry a tenant's key.
+2. If the settings list tenants, each request must carry a tenant's key.
 3. A tenant's request beyond its rate of requests or of tokens, or its number of requests under way, gets 429 with
-   Retry-After; and what it sends in long bodies at a time is bounded, since they are gathered before they are read.
+   Retry-After.  The bytes of its long bodies are bounded too, since such bodies are collected before they are parsed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the gateway itself asks of engines and of Kubernetes: one small request on a connection of its own.
+"""The gateway's own requests to engines and to Kubernetes: each is small and has a connection of its own.
 
-Requests of clients are carried by Envoy (envoy/).
+Envoy (envoy/) carries the requests of clients.
 """
 
 from __future__ import annotations

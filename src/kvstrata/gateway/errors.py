@@ -1,4 +1,4 @@
-"""Answers of the gateway itself that are errors, in the shape that clients of the API expect.
+"""The gateway's own error responses, in the format that clients of the API expect.
 
 OpenAI     {"error": {"message", "type", "param", "code"}}
 Anthropic  {"type": "error", "error": {"type", "message"}}      (paths below /v1/messages)

@@ -1,13 +1,13 @@
-"""The engines: which of them serve, which models they have, and how many requests each has.
+"""The engines: which of them serve, which models they have, and how many requests each has under way.
 
     NEW ──▶ UP ◀──▶ DOWN            by probes (probing.py) and by refused connections
-     └───────┴───────┴──▶ LEAVING   left out of the settings; ends its requests
+     └───────┴───────┴──▶ LEAVING   removed from the settings; ends its requests
 
 Only an engine that is UP gets requests.  After each return its share grows from LEAST_SHARE to 1 within
 `SLOW_START_S`, since its caches are cold and its first steps compile.
 
-An engine with several data-parallel ranks has a queue and a cache in each of them, so requests are sent to its ranks:
-each is a `ServingEngine` of its own, named ENGINE@RANK, which lives and dies with its engine.
+If an engine has several data-parallel ranks, each rank has a queue and a cache of its own, so requests are sent to
+ranks: each is a `ServingEngine` named ENGINE@RANK, which exists as long as its engine.
 """
 
 from __future__ import annotations

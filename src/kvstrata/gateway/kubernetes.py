@@ -1,8 +1,8 @@
-"""The engines behind a Kubernetes service, from its EndpointSlices, which are listed again and again.
+"""The engines behind a Kubernetes service, from its EndpointSlices, which are listed periodically.
 
-1. What was known last holds while the API server cannot be reached, refuses, or says something that makes no sense.
-2. The service account's token is read again for each request, since Kubernetes replaces it, and goes nowhere but over
-   HTTPS to the API server, whose certificate the account's own `ca.crt` must prove.
+1. The last valid list stays in use while the API server is unreachable, refuses, or gives an invalid reply.
+2. The service account's token is read again for each request, since Kubernetes replaces it.  It is sent only over HTTPS
+   to the API server, whose certificate must verify against the account's `ca.crt`.
 3. Answers are bounded: MAX_LIST_BYTES for a list, MAX_ENGINES for the engines.
 """
 

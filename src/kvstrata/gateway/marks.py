@@ -1,6 +1,6 @@
-"""What Envoy tells of a request: a line of its access log, with the marks that the watcher has left.
+"""Parses Envoy's report of a request: a line of its access log with the timestamps (marks) of the watcher filter.
 
-The line's form is configuration.LINE; the marks are those of watch.c and watch.lua.
+The line's format is configuration.LINE; watch.c and watch.lua set the marks.
 """
 
 from __future__ import annotations

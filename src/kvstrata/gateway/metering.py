@@ -1,7 +1,7 @@
-"""What is measured of each request: times, tokens, outcomes, and whether its class of service was met.
+"""Measures each request: times, tokens, outcomes, and whether its class of service was met.
 
-Envoy's watcher tells it (marks.py).  Tokens come from the `usage` of an answer; where it tells none, each event of a
-stream with content counts as a token.  Controllers get a part of it for their plan (`measured`).
+The measurements come from Envoy's watcher (marks.py).  Token counts come from the `usage` of an answer; without it,
+each event of a stream with content counts as a token.  Controllers get a part of them for their plan (`measured`).
 """
 
 from __future__ import annotations

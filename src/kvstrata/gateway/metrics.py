@@ -1,4 +1,4 @@
-"""The gateway's numbers: those that are read from its parts, and a list of the parts that count.
+"""The gateway's metrics: those that are read from its parts, and a list of the parts with counters of their own.
 
 Names of tenants and engines come from the settings, names of models from the engines; metering.py bounds their number.
 """

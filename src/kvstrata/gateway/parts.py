@@ -1,4 +1,4 @@
-"""The parts of one gateway that its ports, its pages and its metrics share."""
+"""The parts of one gateway that its ports, admin pages and metrics share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks a gateway's settings against each other, and reads the files that they name; nothing is opened."""
+"""Checks a gateway's settings against each other, and reads the files that they name; opens no port."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""What the gateway remembers of prompts: which engine was sent which beginnings of them, and when.
+"""The gateway's memory of prompts: which prefixes each engine was sent, and when.
 
 This is an approximation that needs neither tokenizers nor events of engines.  A prompt is the JSON text of its
-messages, cut into pieces of PIECE_BYTES; a piece's key is a hash over it and all before it, and over everything else
+messages, cut into pieces of PIECE_BYTES; a piece's key is a hash of it, of all pieces before it, and of everything else
 that decides what KV the prompt has (model, tenant, tools, system prompt, cache salt).  A conversation's next turn
 begins with the same text, so it finds the pieces of the turns before.
 
-1. Whole pieces only; a key says nothing to somebody who does not know the secret, which is the process's own, or that
-   of all gateways that share (sharing/).
-2. An engine is remembered together with its generation: after it was down, its cache is taken for empty.
-3. At most MAX_KEYS keys; the longest unused one is forgotten first.
-4. What an engine reports of its hits corrects the memory (`mistaken`).
+1. Only whole pieces have keys.  Keys reveal nothing without the secret, which belongs to this process, or to all
+   gateways that share (sharing/).
+2. An engine is remembered together with its generation: after it was down, its cache is assumed empty.
+3. At most MAX_KEYS keys are kept; the least recently used one is forgotten first.
+4. An engine's reported hits correct the memory (`mistaken`).
 """
 
 from __future__ import annotations

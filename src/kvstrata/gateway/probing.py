@@ -1,8 +1,8 @@
 """Probes engines, resolves DNS names of engines, and keeps the fleet up to date.
 
-A probe asks `/health`, `/v1/models`, and whether the engine sleeps, if it can.  What an engine answers is bounded and
-checked: an engine that says something else than vLLM does not serve.  An engine that begins to serve is asked where it
-publishes its KV events, and so how many data-parallel ranks it has; only its own host is listened to.
+A probe requests `/health` and `/v1/models`, and asks whether the engine sleeps if it supports sleep.  Replies are
+bounded and checked: an engine whose replies are not like vLLM's does not serve.  An engine that begins to serve is
+asked where it publishes its KV events and so how many data-parallel ranks it has; only its own host is subscribed to.
 """
 
 from __future__ import annotations

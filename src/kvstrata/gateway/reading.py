@@ -1,4 +1,4 @@
-"""What a request that has arrived whole asks for, and what the choice of its engine goes by."""
+"""Parses a complete request, and derives the inputs for the choice of its engine."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""One request, from the question where it goes to the end of its answer; Envoy carries it.
+"""One request, from the choice of its engine to the end of its answer; Envoy carries it.
 
-    decide ─▶ CHOSEN ─▶ first token ─▶ end           told by the watcher's pipe and by Envoy's access log (marks.py)
+    decide ─▶ CHOSEN ─▶ first token ─▶ end           reported by the watcher's pipe and Envoy's access log (marks.py)
        └────▶ refused                                Envoy answers the client with the refusal
 
-1. Whatever comes of a request, what it holds goes back once: its place at the engine, its tenant's, its tokens.
-2. A request that Envoy has ended without a word of its number (the client went before the choice had come to Envoy, or
-   the choice came too late) is found by Envoy's name of it, also if its end is told before it comes, and otherwise by
-   Envoy's own count of requests, or since the log tells of each request again and again (`Requests.lost`).
+1. Whatever the outcome of a request, its reservations are released once: at the engine, of its tenant, and its tokens.
+2. Envoy may end a request without reporting its number (the client left before the choice reached Envoy, or the choice
+   came too late).  Such a request is found by Envoy's id of it, even if its end is reported before it arrives;
+   otherwise by Envoy's own count of requests, or since the log reports each request repeatedly (`Requests.lost`).
 """
 
 from __future__ import annotations

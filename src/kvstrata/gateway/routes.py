@@ -1,7 +1,7 @@
-"""The engines' paths that the gateway passes on, and what it reads of their requests.
+"""The API paths that the gateway forwards to engines, and the fields of their requests that it reads.
 
-Of a body the gateway reads only what it needs to choose an engine; the engine gets the client's own bytes.  Paths that
-administer an engine (sleep, weights, adapters, caches) are not passed on, since one engine of many would change.
+The gateway reads only those fields of a body that it needs to choose an engine; the engine gets the client's own bytes.
+Paths that administer an engine (sleep, weights, adapters, caches) are not forwarded: only one engine would change.
 """
 
 from __future__ import annotations

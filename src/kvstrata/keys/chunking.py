@@ -5,17 +5,17 @@ Invariants
    cover the first `lookahead_tokens` tokens behind their chunk too, so these must be fed before the chunk has a key.
 2. The storage keys of a tuple of slices grow with the chain; each is derived once, until other slices are asked for.
 
-Media (images, audio, …) in a prompt: all have the same placeholder tokens, so their content ids enter the keys.
+Media (images, audio, …) in a prompt all have the same placeholder tokens, so the ids of their content enter the keys.
 
 Keys of tails: records of a prompt's unfinished last chunk, which end with a block of the engine.
 
     key = SHA-256(DOMAIN ‖ c ‖ extra ‖ tokens)
 
 `c` is the chain key of the chunk before (the identity's root for the first chunk), `extra` the 32 bytes that media add
-(zeros without media), and `tokens` are the tail's tokens, at least one and fewer than a chunk has.  DOMAIN has 32 bytes
-and is no hash, while the input of a chunk's key begins with one: so no tail has the key of a chunk.  All inputs but the
-tokens have fixed lengths, so tails of different tokens have different keys.  In an identity whose keys look ahead,
-`tokens` and `extra` cover the first `lookahead_tokens` tokens behind the tail too.
+(zeros without media), and `tokens` are the tail's tokens, at least one and fewer than a chunk has.  The 32-byte DOMAIN
+separates tail keys from chunk keys, whose input starts with a SHA-256 digest.  All inputs but the tokens have fixed
+lengths, so tails of different tokens have different keys.  In an identity whose keys look ahead, `tokens` and `extra`
+cover the first `lookahead_tokens` tokens behind the tail too.
 """
 
 from __future__ import annotations

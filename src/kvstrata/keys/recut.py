@@ -1,4 +1,4 @@
-"""Recutting makes the record that another geometry would have stored, from existing records.
+"""Recutting builds, from existing records, the record that an engine of another geometry would have stored.
 
 A record holds one slice of a chunk: some layers and KV heads, in blocks of a certain size.  Its facts
 (`docs/internals/layouts.md`) name the axes of a block in their order.  So for a slice under another tensor-parallel
@@ -7,7 +7,7 @@ returns strided copies, which the owner of the bytes makes (`server/recuts/recut
 and touches no record.
 
 Records are cut along layers and the axes `tokens` and `kv_heads`.  The axes `kv` and `dim` may change places.  Only the
-writer knows what other axes mean, so these are moved whole, in their order.
+writer knows the meaning of other axes, so these are copied whole, in their order.
 """
 
 from __future__ import annotations

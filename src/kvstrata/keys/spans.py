@@ -1,10 +1,8 @@
-"""Prompts whose KV has several groups of layers: which chunks of each slice a hit needs.
+"""Prompts whose KV has several groups of layers: which chunks of each slice a hit needs, and their storage keys.
 
 A slice with span 0 is needed in every chunk of a hit.  A slice with span k is needed in the last k chunks of a hit
-only: they hold what a sliding window still sees, or the one state after the last token.  `spans` has a number for each
-slice; () stands for 0 in all of them.
-
-The storage keys of a prompt, derived from its chain when they are needed.
+only: they hold the tokens inside a sliding window, or the one state after the last token.  `spans` has a number for
+each slice; () stands for 0 in all of them.  Storage keys are derived from the prompt's chain when they are needed.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ keys, loads them into wiped extents, compares every byte, and deletes them.
 2. `Work.end` deletes the records that were put, even after a failure, once no put is running.
 3. Extents belong to a real pool, small and private to this process, and the adapter gets them through real holds.
 
-A run may be cancelled at any time; `Work.end` then waits for the operations of the adapter that go on.
+A run may be cancelled at any time; `Work.end` then waits for operations of the adapter that are still running.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The Linux calls behind segment and attach.  Standard library only.
 
-Descriptors that these functions return belong to the caller.  A refusal by the kernel raises OSError, except where a
-function says otherwise.
+Descriptors that these functions return belong to the caller.  A refusal by the kernel raises OSError, unless a function
+says otherwise.
 
 Constants are written out because Python builds against old C libraries (conda) lack some of them; the kernel has had
 all of them since 5.4.

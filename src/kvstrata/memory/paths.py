@@ -1,6 +1,6 @@
 """Where an instance's sockets and files lie.
 
-    <socket dir>/   rpc.sock  peers.sock  server.pid  lessons  claims  one per instance; a container must share it
+    <socket dir>/   rpc.sock  peers.sock  server.pid  lessons  claims  one per instance; containers must mount it
     <segment dir>/  index  extents  sessions.lock  server.pid          on /dev/shm, handed out as descriptors
 
 The default socket directory depends only on uid, port and XDG_RUNTIME_DIR, so that server and engine find the same one

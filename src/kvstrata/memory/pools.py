@@ -8,7 +8,7 @@ A pool is owned while a process lives that uses it or will use it again:
     engine         has locked the byte of its row
 
 `free` locks the index as a server does, then looks for owners, then removes the files.  Meanwhile no engine can attach,
-since that takes a server, and a server that starts waits for the lock and makes a new pool (`open_locked_index`).
+since attaching needs a server, and a server that starts waits for the lock and makes a new pool (`open_locked_index`).
 Pools in memfds end with their keeper.
 """
 

@@ -5,16 +5,16 @@ that is too small or missing, or if huge pages are asked for, they are memfds, w
 server of the same command (process/keeper.py).
 
 Invariants
-1. One server per segment: it takes an OFD lock on the index before it looks at anything else, and holds it for life
-   on a descriptor that no other process ever gets.  One server per socket directory: likewise with its server.pid.
+1. One server per segment: it takes an OFD lock on the index before it reads anything else, and holds it for life on a
+   descriptor that no other process ever gets.  One server per socket directory: likewise with its server.pid.
 2. An index is locked before it gets its path; only the process with that lock touches the other files
    (`segment_files`).
 3. An existing file is never truncated, resized or overwritten: a file that does not fit is unlinked and made anew, so
    that processes which still map it see their old bytes until they attach again.
 4. A segment is not adopted while an adapter host of the previous server maps it: each host holds a shared lock on
    HOSTS_BYTE of sessions.lock while any of its threads can touch the extents.
-5. The memory of a file is allocated before any process touches it: of the index as a whole when it is made or adopted,
-   of the extents step by step (Pool).  So a full file system is an error here and never kills a process.
+5. The memory of a file is allocated before any process touches it: all of the index when it is made or adopted, the
+   extents step by step (Pool).  So a full file system is an error here and never kills a process.
 6. The three files are made together: a new index always comes with new extents and a new sessions.lock, so that a lock
    held by a process of the old segment is never taken for a lock in the new one.
 """

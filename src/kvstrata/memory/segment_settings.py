@@ -1,8 +1,8 @@
-"""The settings of a segment, and whether the machine and our control group have the memory that they ask for.
+"""The settings of a segment, and the check that the machine and our control group have the memory that they ask for.
 
-`l1.numa` says on which NUMA nodes this process, and so L1, gets its memory.  The policy is the process's own and holds
-for memory that it is given from now on, which is nearly all L1: pages of the extents are allocated by the server,
-before an engine touches them.
+`l1.numa` selects the NUMA nodes from which this process, and so L1, gets its memory.  The policy belongs to the process
+and applies to memory allocated from now on, which includes nearly all of L1: the server allocates the pages of the
+extents before an engine touches them.
 """
 
 from __future__ import annotations

@@ -1,29 +1,29 @@
-"""What became of chunks and lookups: why a chunk was absent, what lookups found, and what that saved.
+"""Explains misses and hits: why a chunk was absent, what lookups found, and how much computing that saved.
 
-Every part that stores, puts, loads or drops chunks reports to the Explainer, which itself calls no other part.  It has
-four memories, each with its own bound:
+Every part that stores, puts, loads or drops chunks reports to the Explainer, which itself calls no other part.  It
+keeps four bounded records:
 
 - *Notes*: the last event of a storage key that is not in L1 (evicted, corrupt, refused, put skipped, …, or looked up
   without success).  When a key is stored, its note is dropped.
 - *Probes*: the identities under which a prompt with these first tokens was stored, per tenant.  A probe is a digest of
-  tokens alone and is compared only within the tenant of the caller, so nobody learns which prompts another tenant has.
+  tokens alone and is compared only within the caller's tenant, so no tenant learns which prompts another one has.
 - *Lookups*: the last lookups, with the chunks that each tier had and the reason of the first miss.
 - *Computing*: the prompts whose missing chunks engines compute now.  The time from the reply to a lookup to the commit
-  of the prompt's last chunk is measured; times of one engine that overlap are counted once.  Their sum by the number of
-  chunks that were computed is the time of one chunk, for each layout, since it depends on the model.  A chunk that a
-  lookup finds saves this time.
+  of the prompt's last chunk is measured; overlapping times of one engine are counted once.  Their sum divided by the
+  number of computed chunks is the time of one chunk, separately for each layout, since it depends on the model.  A
+  chunk that a lookup finds saves this time.
 
 1. A reason is given only if this instance knows it.  Once notes were dropped, a key without a note is `forgotten`, not
    `unknown_key`.
-2. A prompt counts as computed only once its last chunk is committed; one that was given up, or not stored, counts
-   nothing.  Until the first prompt of a layout has been computed, hits of its engines save nothing.
+2. A prompt counts as computed only once its last chunk is committed; a prompt that was abandoned or not stored does not
+   count.  Until the first prompt of a layout has been computed, hits of its engines save nothing.
 3. The saving is an estimate: waiting in the engine counts as computing, and chunks that an engine had in its own cache
    count as saved if the lookup named them too.
 
-`ServerNumbers` are the numbers of requests and cluster that several parts of a server count.  `Trend` tells what
-lookups found in the last minute, the last hour and since the start: differences of samples of the numbers.  A sample is
-taken every SAMPLE_S and kept for an hour: about 1 MB.  A window reaches back to the last sample that is old enough,
-or to the start; `seconds` is its exact length.
+`ServerNumbers` are the metrics of requests and cluster that several parts of a server count.  `Trend` reports the
+results of lookups in the last minute, the last hour and since the start: differences of samples of the numbers.  A
+sample is taken every SAMPLE_S and kept for an hour: about 1 MB.  A window reaches back to the last sample that is old
+enough, or to the start; `seconds` is its exact length.
 """
 
 from __future__ import annotations

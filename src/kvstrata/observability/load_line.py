@@ -1,7 +1,7 @@
-"""How long work takes over one way: a latency, and a rate beyond it, by least squares over batches.
+"""Fits a line to the time of work, a latency plus size over rate, by least squares over batches.
 
-The work is bytes that are loaded, or tokens of prompts that an engine computes, as many as at the prompt's start would
-take as long.  Each batch makes those before it count a little less.
+The size is bytes to load, or tokens that an engine computes, deep ones converted to the number of tokens at a prompt's
+start that would take as long.  Each new batch reduces the weight of the earlier ones a little.
 """
 
 from __future__ import annotations

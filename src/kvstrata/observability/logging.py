@@ -1,6 +1,6 @@
 """One line per event on stderr: time, level, component, event and its fields as name=value, or one JSON object.
 
-Lines are written by a thread of their own, so that nobody who logs waits for the reader of the log:
+A separate thread writes the lines, so that no caller waits for the reader of the log:
 
 1. Lines keep their order.
 2. A line is dropped and counted if MAX_LINES wait already, or if it cannot be written because the reader has closed its
@@ -8,8 +8,8 @@ Lines are written by a thread of their own, so that nobody who logs waits for th
 3. `flush_within` waits for the reader for a bounded time only.
 
 Repeated events are thinned: in each `WINDOW_S` the first event of a kind is written and later ones are counted; the
-next line of that kind says how many were left out.  Callers log names, sizes and reasons, never secrets; if another
-library's error quotes a credential, that is left out too (text.py).
+next line of that kind has the number of those left out.  Callers log names, sizes and reasons, never secrets; if
+another library's error quotes a credential, that is left out too (text.py).
 """
 
 from __future__ import annotations

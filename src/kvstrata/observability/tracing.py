@@ -3,8 +3,8 @@
 A request gets spans if its engine names a sampled trace (`traceparent` of W3C Trace Context, as vLLM has it from the
 client): `lookup` and `store` below the client's span, `prefetch` below the lookup, a `load` from a tier below that.
 
-Beginning or ending a span takes some 15 µs of the event loop.  A thread of the SDK sends them; a collector that does
-not answer costs its spans, and a line in the log once in a while.
+Beginning or ending a span takes some 15 µs of the event loop.  A thread of the SDK sends the spans; if the collector
+does not answer, spans are lost and a thinned log line says so.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Waits at other instances for chunks that their engines have promised. What is there by then, the peer tier loads.
+"""Waits at other instances for chunks that their engines have promised; the peer tier loads the chunks that are ready.
 
     lookup ─▶ controller: how to reach the instance ─▶ instance: Await, again and again ─┬─▶ ready   load, ask again
                                                                                          ├─▶ broken  compute
                                                                                          └─▶ late    compute
 
-1. Nothing is reserved for chunks that are not there yet: an owner says which chunks have come, and these are loaded as
-   any others (tier.py).  So a chunk is on its way while the next one is computed.
-2. An owner answers within POLL_S, so it keeps nothing for an asker that is gone, and one that stands still is found out
-   in ANSWER_S more, or when two questions in a row had no answer in their time; a connection that ends is known at
-   once.  Such an owner is asked nothing for a while.
-3. Answers are checked. An owner that lies costs its asker the time that the request may wait, and no more.
+1. Nothing is reserved for chunks that do not exist yet: an owner reports which chunks are ready, and these are loaded
+   like any others (tier.py).  So a chunk is transferred while the next one is computed.
+2. An owner answers within POLL_S, so it keeps no state for an asker that is gone.  A frozen owner is detected ANSWER_S
+   later, or when two questions in a row got no answer in time; a closed connection is noticed at once.  Such an owner
+   is skipped for a while.
+3. Answers are checked.  A dishonest owner costs its asker no more than the time that the request may wait.
 """
 
 from __future__ import annotations

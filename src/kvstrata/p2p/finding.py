@@ -1,10 +1,10 @@
-"""Which owners a reader asks for which keys: what the directory says, and what became of earlier questions.
+"""Chooses the owners that a reader asks for keys, by the directory and by the outcomes of earlier requests.
 
 An owner's breaker opens at the first failure, for 1 s, and at each further failure for twice as long, up to 30 s.  So a
 bad owner costs one deadline each time, not one for each request.
 
 The directory's answer is reused for a moment for the same keys, and by loads of any of these keys: it is only a hint
-where to ask.  Its answer that nobody has a key holds for every run of keys that begins with that key.
+where to ask.  Its answer that no instance has a key applies to every run of keys that begins with that key.
 """
 
 from __future__ import annotations

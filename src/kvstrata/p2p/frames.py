@@ -1,4 +1,4 @@
-"""The connection on which an owner sends records to a reader: its proof, its frames, its seal.
+"""The connection on which an owner sends records to a reader: authentication, frames and encryption.
 
     reader ─▶ owner   hello {magic, ticket, nonce}             the ticket came over CURVE and is used once
     owner  ─▶ reader  {nonce, proof}                           both prove that they know the ticket's secret
@@ -14,13 +14,13 @@
 
 Invariants
 1. Whatever the other side sends, this side reads and writes at most what it expects: counts and lengths are checked,
-   and every byte of a record goes where the reader's own table says.  A frame that fits nothing raises FrameError, and
-   its receiver closes the connection.
-2. Neither side waits for bytes of the other without end: the owner's socket has STALL_S, the reader closes the
+   and every byte of a record goes where the reader's own table says.  An invalid frame raises FrameError, and its
+   receiver closes the connection.
+2. Neither side waits for the other without limit: the owner's socket times out after STALL_S, the reader closes the
    connection at its deadline.
 3. With `p2p.seal`, each run of parts is encrypted and authenticated by AES-256-GCM in pieces, under a key of this
-   connection and direction; the nonce counts the pieces.  So a piece that was changed, repeated, left out or moved fits
-   nothing.  Without it, whoever can write to the link can change bytes, checksums and all.
+   connection and direction; the nonce counts the pieces.  So a piece that was changed, repeated, left out or moved does
+   not authenticate.  Without it, an attacker who can write to the link can change bytes together with their checksums.
 """
 
 from __future__ import annotations

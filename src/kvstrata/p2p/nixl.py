@@ -4,12 +4,12 @@ NIXL is used through its Python package (1.5.1 when this was written), by one th
 agent takes no lock and posting a transfer can take tens of milliseconds.  This engine must run in an adapter host: when
 a peer disappears, UCX can end the process (docs/cluster.md), and only the end of the process stops a transfer.
 
-Whoever reaches a tcp port of UCX can read and write the memory of its process: UCX 1.22 carries out what its peers ask
-for over tcp without a check.  So tcp is left out unless `p2p.tcp` or UCX_TLS in the environment asks for it.
+Any host that reaches a tcp port of UCX can read and write the memory of its process: UCX 1.22 executes the requests of
+its tcp peers without a check.  So tcp is disabled unless `p2p.tcp` or UCX_TLS in the environment enables it.
 
 Invariants
-1. The agent's own thread, the owner thread, imports NIXL and makes every call of it; whatever a call raises is
-   answered.
+1. The agent's own thread, the owner thread, imports NIXL and makes every call to it; an exception becomes the call's
+   answer.
 2. A read's `ended` is called exactly once, on the event loop, when no byte of its destinations can be written any more:
    when its transfer is DONE, when it has failed and the peer was removed from the agent, which closes the connection
    by force, or when the read was refused before anything was posted.  NIXL cannot end a transfer that is under way:

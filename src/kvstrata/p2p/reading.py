@@ -1,4 +1,4 @@
-"""Reads records from owners: one link for tickets to each owner, and some connections, each with a thread.
+"""Reads records from owners: each owner has one link for tickets and some connections, each with a thread.
 
     ticket (CURVE) ─▶ connect and prove ─▶ get ─▶ bytes in the reserved extents ─▶ verified ─▶ LOADED
     with a transfer engine:                grant ─▶ the engine reads one-sidedly ─▶ done ─▶ verified ─▶ LOADED
@@ -9,10 +9,10 @@ Invariants
    ends the wait and then the connection, so that the thread ends.
 2. An answer is LOADED only if its bytes verify as the record of their key, and, with a transfer engine, only if the
    owner says after the last byte, on the same connection, that the grant stood.
-3. An endpoint and a public key come from the controller.  Nobody at that endpoint but the process with the owner's
-   secret key gives a ticket, and nobody without that ticket's secret is believed on the connection.
-4. At most OWNER_CONNECTIONS are open to one owner and MAX_CONNECTIONS in all; to open one more, the one that was used
-   least recently is closed.
+3. Endpoint and public key come from the controller.  Only the process with the owner's secret key can issue a ticket at
+   that endpoint, and only a process with the ticket's secret can authenticate on the connection.
+4. At most OWNER_CONNECTIONS are open to one owner and MAX_CONNECTIONS in all; to open one more, the least recently used
+   one is closed.
 """
 
 from __future__ import annotations

@@ -4,15 +4,15 @@ A reader asks on the port for peers (CURVE) for a ticket, and opens a connection
 has a thread, which takes holds on the next records, sends them, and drops the holds.
 
 Invariants
-1. Whatever is sent or granted has a hold, so the pool keeps it in place (P3).  The hold of a granted record is dropped
-   at the reader's word, or after its connection has been closed, never by a clock alone.
-2. Only READY records are sent, which are verified ones.
-3. Bytes under holds are at most SENDING_SHARE of L1 over all connections; above that the answer is BUSY.  So it is
-   while this instance is draining.
-4. At most MAX_CONNECTIONS are open.  For one more, the oldest that has not proved anything is closed, else the one that
-   has been idle longest; if all are at work, the new one is refused.
-5. A reader that stops or hardly reads is cut after STALL_S, one that keeps a grant to itself after GRANT_S, and one
-   that is no member any more within MEMBERS_S.
+1. Each record that is being sent or granted has a hold, so the pool keeps it in place (P3).  The hold of a granted
+   record is dropped when the reader says DONE, or after its connection has been closed, never by a clock alone.
+2. Only READY records are sent; these have been verified.
+3. Bytes under holds are at most SENDING_SHARE of L1 over all connections; above that, and while this instance is
+   draining, the answer is BUSY.
+4. At most MAX_CONNECTIONS are open.  For one more, the oldest unauthenticated one is closed, else the one that has been
+   idle longest; if all are busy, the new one is refused.
+5. A reader that stops or hardly reads is disconnected after STALL_S, one that does not end a grant after GRANT_S, and
+   one that is no longer a member within MEMBERS_S.
 """
 
 from __future__ import annotations

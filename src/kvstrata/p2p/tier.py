@@ -15,8 +15,8 @@ Invariants
 The keys of a lookup form a prefix: key i is only useful if keys 0..i-1 are present.  Single keys (`Ask.each`) are asked
 of the owners themselves, since the directory counts only prefixes.
 
-If an owner was named for keys (`Ask.owner`, in msgpack), it is asked first, whatever the directory says.  Other owners
-are asked only for what it does not send; that it sends nothing is counted and logged.
+If the request names an owner (`Ask.owner`, in msgpack), that owner is asked first, whatever the directory says.  Other
+owners are asked only for the keys that it does not send; it is counted and logged if it sends nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The operations of a process as routes of FastAPI, with the description of the API at /docs and /openapi.json.
 
-Who may send which request is decided before (process/http_gate.py).  Errors are JSON `{"code", "message", "field"}`
-with the codes of `kvstrata.errors`.
+The gate decides beforehand who may send which request (process/http_gate.py).  Errors are JSON `{"code", "message",
+"field"}` with the codes of `kvstrata.errors`.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Bounds of an HTTP port, so that no client can use up the port, or the process's descriptors.
 
-1. A port has at most MAX_CONNECTIONS connections, and at most a quarter of the descriptors that the process may open.
-   A further connection closes the one that has been idle longest: without a whole request under way.
+1. A port has at most MAX_CONNECTIONS connections, and at most a quarter of the descriptors that the process may open. A
+   further connection closes the one that has been idle longest, that is, without a complete request under way.
 2. A request must arrive within REQUEST_S of its connection's start, or of its own first byte.  A client that reads
-   nothing of its answer for STALLED_S is cut.  KEEP_ALIVE_S bounds the time between requests.
+   nothing of its answer for STALLED_S is disconnected.  KEEP_ALIVE_S bounds the time between requests.
 3. Since whole requests under way are fewer than the connections allowed, there is always an idle connection to close,
    and a probe always gets through.
-4. A head, trailers or extensions of chunks that take too much end the connection.  Trailers are passed over: as
-   headers they would reach the application without having been looked at.
-5. A request that has not ended when its answer has ends its connection, and so does a body of more
-   than MAX_PARTS parts that are shorter than PART_BYTES on average: each part costs as much as a long one.
+4. A head, trailers or chunk extensions that are too long end the connection.  Trailers are ignored: as headers they
+   would reach the application unchecked.
+5. If the answer ends before its request, the connection is closed.  So it is if a body has more than MAX_PARTS parts
+   that are shorter than PART_BYTES on average: each part costs as much as a long one.
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@
 3. Everything but the probes needs the bearer token of this port, unless the port is open (401).
 4. A body has at most MAX_BODY_BYTES, or MAX_STRANGER_BYTES without the token (413), whatever its
    `Content-Length` says; a probe has none (400).  The application gets whole bodies only.
-5. Bodies that arrive have at most MAX_ARRIVING_BYTES in all, beside the first MAX_STRANGER_BYTES of each (503).
-6. At most MAX_REQUESTS whole requests are under way; further ones get 503 at once.  Probes and `/metrics` do not
-   count, nor does a request that still arrives.
+5. Incomplete bodies have at most MAX_ARRIVING_BYTES in all, beside the first MAX_STRANGER_BYTES of each (503).
+6. At most MAX_REQUESTS complete requests are under way; further ones get 503 at once.  Probes, `/metrics` and
+   incomplete requests do not count.
 
-Probes may have any `Host`, since the checks of load balancers and of Kubernetes name pods by what they know.
+Probes may have any `Host`, since load balancers and Kubernetes use names of their own for a pod.
 """
 
 from __future__ import annotations

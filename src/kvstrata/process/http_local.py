@@ -1,4 +1,4 @@
-"""Where clients of the same user find the token of an HTTP port of this machine: a file.
+"""The file in which clients of the same user find the token of an HTTP port of this machine.
 
     <run dir>/http/<port>-<network namespace>.bearer         mode 0600, below a folder of mode 0700
 

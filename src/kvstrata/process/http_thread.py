@@ -1,14 +1,14 @@
-"""Runs an HTTP API on a thread of its own, with its own loop: nothing that a stranger sends delays the process's loop.
+"""Runs an HTTP API on a thread and loop of its own, so that unauthenticated requests cannot delay the process's loop.
 
     connection ─▶ gate (http_gate.py) ─▶ whole body ─▶ operation ─┬─▶ process's loop: what uses its parts
                                                                   └─▶ this thread: everything else
 
-1. An operation gets to the process's loop when its sender has the token and its request has been read.  `/metrics`,
-   which may be open, gets there one request at a time.
-2. A probe (PROBES) is answered once the process's loop has had a turn, so a loop that hangs shows; all probes that wait
-   share one turn.
+1. An operation reaches the process's loop only if its sender has the token and its request is complete.  `/metrics`,
+   which may be open, reaches it one request at a time.
+2. A probe (PROBES) is answered after the next turn of the process's loop, so it detects a loop that hangs; all waiting
+   probes share one turn.
 3. `Access` is changed on this thread only.
-4. A stop cuts the connections, then cancels the operations that run, then ends the thread.
+4. A stop closes the connections, then cancels the running operations, then ends the thread.
 5. FastAPI is imported for the first request that is neither a probe nor `/metrics`: its import takes longer than the
    rest of a start, and 15 MB.
 """

@@ -8,21 +8,20 @@ Rules:
 
 1. The keeper forks before anything heavy is imported and listens nowhere: about 10 MB.  Only small modules of the
    standard library are used here.
-2. Every signal of FORWARDED goes on to the child, except a signal that the terminal sent, since the terminal sent it to
-   the child too, and SIGHUP where it is ignored (nohup).  A child that ends after it was told to end is not started
-   again.  SIGHUP tells it to end only if the terminal sent it, because it is gone.
+2. Every signal of FORWARDED is forwarded to the child, except a signal from the terminal, which the child gets itself,
+   and SIGHUP where it is ignored (nohup).  A child that ends after a request to end is not started again; SIGHUP is
+   such a request only when the terminal sends it, because the terminal is gone.
 3. When the keeper ends, by SIGKILL too, the kernel kills the child (PR_SET_PDEATHSIG), so no process is left behind
    that owns the ports and the pool.
-4. The exit statuses of a start that fails, 2 (a setting is wrong) and 75 (something is missing now), are final for
-   the first start only: after a crash the same settings may fail for a while, since a port or the pool is not free
-   yet.
+4. The exit statuses of a failed start, 2 (a setting is wrong) and 75 (a resource is missing now), are final for the
+   first start only: after a crash the same settings may fail for a while, since a port or the pool is not free yet.
 5. As process 1 of a container it reaps every orphan.
-6. A reader of the log that stops reading does not delay it: a line that stderr has no room for is dropped.
+6. A log reader that stops reading does not delay it: a line that does not fit into stderr's pipe is dropped.
 7. The first restart comes after FIRST_PAUSE_S, each further one after twice the pause before, at most LONGEST_PAUSE_S.
    A child that lived for STEADY_S begins the series anew.
 8. The child names the files of its pool to the keeper (`hold_pool`), which shares a lock on the pool as long as it
-   lives: while no child runs, the pool is not taken for one that nobody needs (memory/pools.py).  If the files have no
-   names in a folder (memfds, or files that somebody removed), the keeper keeps them open, and the next child gets them
+   lives: while no child runs, the pool is not mistaken for an unused one (memory/pools.py).  If the files have no name
+   in a folder (memfds, or removed files), the keeper keeps them open, and the next child gets them
    (`Restarts.pool_fds`).
 """
 

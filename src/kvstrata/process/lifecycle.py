@@ -4,10 +4,10 @@
 2. SIGTERM and SIGINT stop the process in order; a second signal ends it at once.  Signals within SAME_STOP_S of the
    first count as the same one, since a signal to a whole process group arrives twice: directly, and from the keeper,
    which forwards it.
-3. A stop takes `drain_s` and CLOSING_S at most.  After WAIT_SAID_S a line says what it waits for, and the last line
-   says what was given up.  If something cannot be closed in time, the process ends without closing the rest, which is
-   left as after SIGKILL.
-4. systemd is told of readiness, reloads and the stop (`Systemd`), and its watchdog hears the event loop.
+3. A stop takes at most `drain_s` plus CLOSING_S.  After WAIT_SAID_S a log line says what it waits for, and the last
+   line says what was given up.  If something cannot be closed in time, the process ends without closing the rest, which
+   is left as after SIGKILL.
+4. systemd is notified of readiness, reloads and the stop (`Systemd`), and the event loop feeds its watchdog.
 5. SIGHUP reads settings and token files again (SIGHUP of a terminal that is gone stops the process).  One that comes
    before the process serves waits until it does.
 6. A background task that crashes ends the process with the reason and exit status 70.  Disk and shared memory are left

@@ -1,4 +1,4 @@
-"""The socket of an HTTP port, and the token that it asks for."""
+"""The socket of an HTTP port, and the token that the port requires."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""Operations of admins: what a process's HTTP port offers, stated once.
+"""Declares the admin operations of a process's HTTP port, once for all users of the declaration:
 
     @operation("POST", "/v1/clear", ctl="clear")
     async def clear(parts: Admin, ask: Clear) -> Cleared:
         \"\"\"Drop the chunks of L1, L2 or both.\"\"\"
 
 FastAPI's route and its description (process/http.py) and the subcommand of `kvstrata ctl` with its arguments
-(cli/ctl.py) are made from this statement.  `ask` is a struct: fields that the path names come from the path, the others
-from the query of a GET and the body of any other method.  The first sentence of the docstring is the command's help.
+(cli/ctl.py) are made from this declaration.  `ask` is a struct: fields that the path names come from the path, the
+others from the query of a GET and the body of any other method.  The first sentence of the docstring is the command's
+help.
 
-A module that states operations loads no compiled module, since `kvstrata ctl` imports it.
+A module that declares operations loads no compiled module, since `kvstrata ctl` imports it.
 """
 
 from __future__ import annotations

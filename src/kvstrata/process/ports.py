@@ -1,4 +1,4 @@
-"""Addresses of hosts, and TCP ports of this machine: who listens on one, and settings that ask for one twice."""
+"""Addresses of hosts, and TCP ports of this machine: finds a port's listener, and settings that use a port twice."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The owner of all tasks of a process, and threads for work that takes longer than the loop may.
+"""Owns all tasks of a process, and threads for work that would block the loop too long.
 
 A task that ends with an exception is our own mistake.  Without the tasks of `spawn` the process cannot serve: the
-supervisor keeps the first exception in `failure`, and the process ends with it.  A `job` is work that somebody asked
-for (a request, a prewarm, a pin): its exception ends the job alone.
+supervisor keeps the first exception in `failure`, and the process ends with it.  A `job` is work for a single caller (a
+request, a prewarm, a pin): its exception ends the job alone.
 """
 
 from __future__ import annotations

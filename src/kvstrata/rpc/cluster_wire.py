@@ -1,6 +1,6 @@
 """Messages between instances, their controllers, gateways and peers: one msgpack array per frame, its name first.
 
-A controller has one port, where instances and gateways ask:
+A controller has one port, for requests of instances and gateways:
 
     instances    Register, Goodbye, Where
     gateways     GatewayBeat
@@ -12,13 +12,13 @@ and each instance has one, its control port:
     peers                       PeerHello, Await
 
 A request is `[name, seq, …]`, its answer `[name, seq, epoch, …]` or a Failure.  The asker chooses `seq`, which only
-pairs the answer with its question.  `epoch` changes whenever the answering process restarts; of an instance it is the
+matches the answer to its request.  `epoch` changes whenever the answering process restarts; of an instance it is the
 *incarnation*, which names one run of its process.  Times are remaining milliseconds.  Followers know a chunk by its
 *tag*, the first 8 bytes of the 32-byte storage key, which are uniformly distributed; the owner of the chunk compares
 the whole key.
 
-All ports speak CURVE (zmq_curve.py).  The kind of a connection's key decides what may be asked over it, and messages
-that name their sender's instance count only if they come with the key under which the instance has registered.
+All ports speak CURVE (zmq_curve.py).  The kind of a connection's key decides which requests it may send, and messages
+that name their sender's instance are accepted only with the key under which the instance has registered.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The port of an instance or a controller, where others of the cluster ask, each what the kind of its key may ask.
+"""The port of an instance or a controller for requests within the cluster, permitted by the kind of the sender's key.
 
-1. Each request gets one answer, now or later; a wrong one gets a Failure, and affects only its sender.
+1. Each request gets one answer, now or later; an invalid one gets a Failure, and affects only its sender.
 2. At most `max_later` requests are answered later at a time; further ones are refused.
-3. Which key may ask what is said once, where the requests are registered (`serve`).
+3. The kinds of key that may send a request are declared once, where the request is registered (`serve`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Messages between a process and its server: one msgpack array each, which begins with the operation's name.
 
-A request is `[op, seq, …]`, its reply `[op, seq, epoch, …]` or
-`["error", seq, epoch, code, message, field, retryable]`.  The connection says who asks, and what it carries arrives
-once and in order, so nothing is sent twice.  A process numbers its requests upwards by one counter as long as it lives:
-the number of a lookup or reserve names what was granted.  A process whose connection was cut attaches again, fails what
-was under way, and names in `resume` what it still has; the server ends the rest.  Times on the wire are remaining
-milliseconds.  Keys travel as concatenated 32-byte strings.
+A request is `[op, seq, …]`, its reply `[op, seq, epoch, …]` or `["error", seq, epoch, code, message, field,
+retryable]`.  The connection identifies the sender and delivers messages once and in order, so no message is sent twice.
+A process numbers its requests upwards with one counter as long as it lives: the number of a lookup or reserve names its
+lease or reservation.  If its connection is cut, a process attaches again, fails its unanswered requests, and names in
+`resume` the grants that it still has; the server ends the others.  Times on the wire are remaining milliseconds.  Keys
+travel as concatenated 32-byte strings.
 """
 
 from __future__ import annotations

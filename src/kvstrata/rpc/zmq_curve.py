@@ -1,36 +1,36 @@
 """CURVE keys (RFC 26) and their files.
 
-Each line of a key file has a word and a key; lines that begin with `#` are comments.  A file that anybody but its owner
-can read is refused.
+Each line of a key file has a word and a key; lines that begin with `#` are comments.  A file that any user but its
+owner can read is refused.
 
 Controllers and instances always speak CURVE, also without key files, because it proves which key a message comes from:
 a controller binds each instance id to the key of its instance (controller/instance_keys.py).  Without key files, the
-processes of one user share a key (`SharedKey`).  With --insecure a controller takes OPEN_SECRET, which everybody
-knows.  Its clients cannot tell it from another such server, but it can tell its clients apart: a client's proof holds
+processes of one user share a key (`SharedKey`).  With --insecure a controller uses OPEN_SECRET, which is public. Its
+clients cannot distinguish it from another such server, but it can distinguish its clients: a client's proof is valid
 for one connection only, so a server that receives it cannot use it elsewhere (docs/decisions/08-peers.md).
 
-A key file that is read again once it has changed, so that members come and go without a restart.
+A key file is read again when it has changed, so members can be added and removed without a restart.
 
-The key of a cluster without key files, which all processes of one user on one host find by themselves.
+The key of a cluster without key files lies where all processes of one user on one host find it:
 
     RUN_DIR/cluster.keys      mode 0600; RUN_DIR is private_dir.shared_run_dirs()
 
-The first process that needs the file makes it, with the same form as a key file of members (zmq_curve.py).  Invariants:
+The first process that needs the file makes it, in the format of a member's key file.  Invariants:
 
-1. Controllers listen with its secret.  So instances believe no process that cannot read the file.
-2. The public key that belongs to the secret is no less secret: no process shows it, and CURVE never sends it in clear.
-   A client seals the first message of each handshake (HELLO) for it, and a controller ends the handshake if the seal
-   is wrong.  So a controller may let in clients of any key, and tell instances apart by keys of their own.
-3. Readers and gateways connect with the secret itself, and peers let in no other client.
-4. Each process that uses the file keeps it: what cleans /tmp removes files that nobody has touched for days.
+1. Controllers listen with its secret.  So instances trust only processes that can read the file.
+2. The public key of that secret is kept as secret: no process shows it, and CURVE never sends it in clear.  A client
+   seals the first message of each handshake (HELLO) for it, and a controller ends the handshake if the seal is wrong.
+   So a controller may accept clients with any key, and distinguish instances by keys of their own.
+3. Readers and gateways connect with the secret itself, and peers accept no other client.
+4. Each process that uses the file touches it, since cleaners of /tmp remove files that were not touched for days.
 
-The folder in which an administrator keeps the CURVE keys of a cluster; processes only read copies of its files.
+An administrator keeps the CURVE keys of a cluster in one folder; processes only read copies of its files.
 
     controller.keys     for every controller (`security.curve_secret_file`): its secret, and each member's key and ids
     NAME.keys           for one member (`controller.curve_file`): its secret, and the controller's and all members' keys
 
-Each member has a key of its own, and may register only as NAME or NAME-…, as the default ids of its instances begin if
-NAME is its host's name.  All files have mode 0600, and no existing key is replaced unless that is asked for.
+Each member has a key of its own, and may register only as NAME or NAME-…; the default ids of a host's instances begin
+with the host's name.  All files have mode 0600, and no existing key is replaced unless that is asked for.
 """
 
 from __future__ import annotations

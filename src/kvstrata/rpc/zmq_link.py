@@ -1,15 +1,15 @@
-"""The asking side of cluster messages: DEALER sockets on one asyncio loop.
+"""The client side of cluster messages: DEALER sockets on one asyncio loop.
 
-They carry questions, and messages of gateways to each other, which have no answer.
+They carry requests, and messages between gateways, which have no answer.
 
 Rules:
 
-1. Nothing here blocks, or waits longer than its time limit.  A question has one outcome: its answer, ClusterFailure if
-   the other side refuses it, or Unavailable if no answer arrives in time or too many questions are open.
-2. Nothing is queued in libzmq for a server that is not connected: a question waits here for the connection, up to its
-   own time limit, and is never sent after its asker has given up.
-3. libzmq reconnects by itself, even after the other side has cut the connection.
-4. An invalid frame is counted and dropped; an answer to no open question is dropped.
+1. Nothing here blocks, or waits longer than its time limit.  A request has one outcome: its answer, ClusterFailure if
+   the other side refuses it, or Unavailable if no answer arrives in time or too many requests are open.
+2. Nothing is queued in libzmq for a server that is not connected: a request waits here for the connection, up to its
+   own time limit, and is never sent after its caller has given up.
+3. libzmq reconnects by itself, even after the other side has closed the connection.
+4. An invalid frame is counted and dropped; an answer without an open request is dropped.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
 """The listening side of the ZMQ ports of peers, controllers and gateways: a ROUTER socket on one asyncio loop.
 
-It passes frames on unread.  A message is one frame; the handler gets (address, frame) and answers through `send`, now
-or later.  Rules:
+It does not parse frames.  A message is one frame; the handler gets (address, frame) and answers through `send`, now or
+later.  Rules:
 
 1. Nothing here blocks: reads and sends are NOBLOCK.  If a client does not read, so that its queue is full or has too
    many bytes (`Outbox`), a reply is dropped; the client asks again and gets the same outcome.
-2. One wake handles at most `MESSAGES_PER_WAKE` messages in at most `SECONDS_PER_WAKE`, then lets the loop do other
-   work; connections take turns.
+2. One wake-up handles at most `MESSAGES_PER_WAKE` messages in at most `SECONDS_PER_WAKE`, then yields to the loop;
+   connections take turns.
 3. A message that does not have exactly one frame gets the handler's error reply.  If a message is above the size limit,
    libzmq closes its sender's connection; other connections are not affected.
-4. Messages are taken from libzmq as they arrive, also before `start`, and wait in the inbox, which cuts a connection
+4. Messages are taken from libzmq as they arrive, also before `start`, and wait in the inbox, which closes a connection
    that exceeds its bounds.
 5. No ZMTP heartbeats are sent: the protocols above decide which process is alive.  TCP's own keepalive ends connections
    whose other end has vanished.
-6. Only ZMTP 3 is accepted, because messages of older versions do not tell on which connection they arrived.
+6. Only ZMTP 3 is accepted, because messages of older versions do not identify the connection on which they arrived.
 
-Off loopback the socket needs CURVE (RFC 26), with the server's secret key and the public keys of the clients that
-may connect, or an explicit permission to do without.  libzmq refuses a client without the right keys before it can send
-anything; the refusal is counted and logged.
+On addresses other than loopback the socket needs CURVE (RFC 26), with the server's secret key and the public keys of
+the clients that may connect, or an explicit permission to do without.  libzmq refuses a client without the right keys
+before it can send anything; the refusal is counted and logged.
 
 A client may leave CLIENT_BYTES of replies unread, all clients together TOTAL_BYTES.  Beyond TOTAL_BYTES a client still
 gets one reply at a time, so that clients that do not read cannot keep replies from those that do.  libzmq bounds only

@@ -3,8 +3,8 @@
 1. A session is one process: its request comes with a pidfd of the very process that sent it.
 2. All processes of one group declare one layout and one number of slices.
 3. All living sessions of the same tenants with the same part of the KV (layout identity, layers, kv heads, object
-   group) have the same layout facts, apart from GEOMETRY; a process with other facts is refused and told the first
-   fact that differs.
+   group) have the same layout facts, apart from GEOMETRY; a process with other facts is refused, and the error names
+   the first fact that differs.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Claims: accepted promises to keep chunks in L1 until a time, each with a reported end.
 
-    asked ─┬─▶ refused: why, and what would be possible; nothing is kept
+    asked ─┬─▶ refused: with the reason and what would be possible; nothing is kept
            └─▶ kept ─┬─▶ released  an operator has ended it
-                     ├─▶ expired   its time is over; time counts while no server runs, too
+                     ├─▶ expired   its time is over; time also passes while no server runs
                      └─▶ broken    `corrupt`: a record was found corrupt; after a restart `pool_lost`: L1 is a new one,
                                    `absent`: a record was not adopted, `no_room`: the claims no longer fit
 
 Invariants
-1. While a claim is kept, the pool leases all of its records to the server itself.  So no eviction, command or clear
-   takes them.  Only a record that is found corrupt leaves L1, and breaks the claim.
+1. While a claim is kept, the pool leases all of its records to the server itself, so no eviction, command or clear
+   removes them.  Only a record that is found corrupt leaves L1, and breaks the claim.
 2. A claim names its chunks from the first one of the prompt on, with the slices that a hit of them needs.  It keeps all
    of them, or it is refused.
 3. All claims together keep at most CLAIMED_SHARE of L1, each record counted once.

@@ -1,7 +1,7 @@
-"""The instance's own work: on L1 (verify adopted chunks, offer them to L2, learn, get memory), on the
-files by which processes find it, and on the events of the pool.
+"""The instance's background work: on L1 (verify adopted chunks, offer them to L2, learn, allocate memory), on the files
+by which processes find it, and on the events of the pool.
 
-Work on L1 runs on a lane of its own, so that requests cannot crowd it out, however many they are.
+Work on L1 runs on a lane of its own, so that no number of requests can starve it.
 
 Pool.events() ─▶ drain ─▶ EVENTS_PER_TURN in each turn of the loop ─▶ history, verified
 """

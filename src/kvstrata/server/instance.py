@@ -1,15 +1,15 @@
-"""Opens an instance. Only this file and parts.py know all of its rooms.
+"""Opens an instance. Only this file and parts.py know all of its packages.
 
     ports ─▶ segment and pool ─▶ held ─▶ parts ─▶ tiers open ─▶ attach ─▶ membership ─▶ HTTP made
 
 Rules:
 
-1. Every part is complete when it is constructed; nothing is put into it afterwards.  The parts and callbacks that it
+1. Every part is complete when it is constructed; no dependency is set afterwards.  The parts and callbacks that it
    needs are made before it.
-2. Each step adds a closer to `closers` for everything that it opens; the closers run in reverse, even when a
+2. Each step adds a closer to `closers` for everything that it opens; the closers run in reverse order, even when a
    later step fails.
-3. Nothing answers yet: ports are bound early, to report a taken port early, and read late (server/process.py).
-   Only the tiers and the store controller, which puts to them, are at work.
+3. No port answers yet: ports are bound early, to report a taken port early, and read late (server/process.py).  Only
+   the tiers and the store controller, which puts to them, run already.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The server's side of the one connection that each process of this host has: attach, then requests.
+"""The server's side of the single connection of each process on this host: attach, then requests.
 
 A unix stream socket that speaks ZMTP (session/zmtp.py), non-blocking, on the server's event loop.  The first message of
 a connection decides what it is:
@@ -13,19 +13,19 @@ The states of a connection, each of which may end with CLOSED:
     CONNECTED ─┬─ the row is granted ─▶ CLAIMED ── "locked" ─▶ ATTACHED ── "bye" ─▶ LEAVING
                └─ the first message is a request ─▶ PLAIN
 
-A message that does not belong to its state gets an error reply, and the connection is closed.  processes.py decides
-what a closed connection means for the session.  The kernel says who speaks (SO_PEERCRED), so no message proves
-anything.
+A message that is invalid in the connection's state gets an error reply, and the connection is closed.  processes.py
+decides what a closed connection means for the session.  The kernel authenticates the sender (SO_PEERCRED), so messages
+carry no proof of identity.
 
 Invariants:
 
-1. A bad process harms only itself.  At most `pending` handshakes are unfinished (the oldest gives way), each for at
-   most `handshake_s`; at most `plain` connections without a row are open (the one silent longest gives way).  Every
-   descriptor but the pidfd is closed at once.
-2. A frame has at most MAX_UNATTACHED_BYTES, or MAX_MESSAGE_BYTES once its process is attached.  Frames that have
-   arrived in part have at most MAX_PARTIAL_BYTES together; the connection with the longest is closed.
+1. A bad process harms only itself.  At most `pending` handshakes are unfinished (beyond that the oldest is closed),
+   each for at most `handshake_s`; at most `plain` connections without a row are open (beyond that the one silent
+   longest is closed).  Every descriptor but the pidfd is closed at once.
+2. A frame has at most MAX_UNATTACHED_BYTES, or MAX_MESSAGE_BYTES once its process is attached.  Incomplete frames have
+   at most MAX_PARTIAL_BYTES together; beyond that the connection with the longest one is closed.
 3. A connection that leaves MAX_UNSENT_BYTES of replies unread is closed, as is the one that makes all of them together
-   exceed MAX_ALL_UNSENT_BYTES, and one that sent MAX_REFUSED messages in a row that are no requests.
+   exceed MAX_ALL_UNSENT_BYTES, and one that sent MAX_REFUSED invalid messages in a row.
 4. A turn of the loop handles at most MESSAGES_PER_TURN messages in about SECONDS_PER_TURN; connections take turns, and
    one whose messages wait is not read.
 

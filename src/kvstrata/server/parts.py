@@ -1,4 +1,4 @@
-"""The parts of an instance that need no file and no port. server/instance.py opens what is left."""
+"""The parts of an instance that need no file and no port. server/instance.py opens the others."""
 
 from __future__ import annotations
 

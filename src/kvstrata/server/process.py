@@ -1,4 +1,4 @@
-"""The server process: the order in which it starts its parts, and how it ends.
+"""The server process: the order in which its parts start, and how it ends.
 
     settings ─▶ plan ─▶ instance open ─▶ socket ─▶ heartbeat ─▶ membership ─▶ HTTP ─▶ ready ─▶ stop
 
@@ -6,9 +6,9 @@ Rules:
 
 1. Any wrong setting, port or file stops the start with one line that says what to change.
 2. No port is read before the instance can answer: `open_instance` binds the ports, and `start` begins to read them.
-3. SIGTERM and SIGINT stop in order: not ready, no new processes, puts and loads get `l2.drain_s`, sockets close, the
-   pool stays in shared memory for the next server (unless `l1.forget_on_exit` is set); the last line of the log says
-   so.
+3. SIGTERM and SIGINT cause an orderly stop: not ready, no new processes, puts and loads get `l2.drain_s`, sockets
+   close, the pool stays in shared memory for the next server (unless `l1.forget_on_exit` is set), as the last log line
+   says.
 4. After a crash, which process/lifecycle.py describes, the next server adopts the pool.
 """
 

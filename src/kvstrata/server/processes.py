@@ -1,9 +1,9 @@
-"""The one table of processes: rows, engines, identities and tenants, and what each process has running and was granted.
+"""The table of attached processes: their rows, engines, identities, tenants, running requests and grants.
 
 A row of the pool's session table goes through the states of `MOVES`; a `Process` is the owner of a row that is not
-free.  A *group* is one engine: a scheduler and its workers, or one process that is both.  Each worker declares the
-slice of every chunk's KV that it has.  A group is *complete* when as many distinct slices are known as the engine has;
-only then can a chunk count as a hit, since all its slices must be present.
+free.  A *group* is one engine: a scheduler and its workers, or one process that is both.  Each worker declares which
+slice of every chunk's KV it has.  A group is *complete* when as many distinct slices are known as the engine has; only
+then can a chunk count as a hit, since all its slices must be present.
 
 Invariants
 1. A row belongs to a process, not to a connection or a clock.  A closed connection only *detaches* the session.  The

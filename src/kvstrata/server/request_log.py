@@ -1,11 +1,11 @@
 """The log of requests, for `kvstrata replay`: a ring of files in a folder.
 
-A file holds HEADER and then requests as `Pool.take_requests` returns them (docs/internals/formats.md): when each came,
-and for each chunk of its prompt eight bytes that are equal where the chunks are.  They are keys mixed with a random
-number that is chosen at every start and kept nowhere, so a log tells neither prompts nor keys, and the logs of two
-starts have nothing in common.
+A file holds HEADER and then requests as `Pool.take_requests` returns them (docs/internals/formats.md): the arrival time
+of each, and for each chunk of its prompt eight bytes that are equal for equal chunks.  They are keys mixed with a
+random number that is chosen at every start and kept nowhere, so a log reveals neither prompts nor keys, and the logs of
+two starts cannot be matched.
 
-Belongs to the lane of housekeeping.
+Only the lane of housekeeping uses it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The process's side of the attach handshake.  Blocking, with a deadline; for the client's attaching thread.
+"""The process's side of the attach handshake.  It blocks, up to a deadline, on the client's attaching thread.
 
 A process's right to the pool lives as long as the process: the server holds its pidfd, and the process holds a
 POSIX record lock on its row's byte of sessions.lock.  Such locks vanish as soon as the process closes *any*

@@ -6,15 +6,15 @@
 
 Rules:
 
-1. Security is NULL: the socket's file is 0600, and the kernel says who is at the other end.
-2. A message has one frame.  One of several frames is given as an empty message, which is none of the protocol, so that
-   its sender gets an error.
+1. Security is NULL: the socket's file has mode 0600, and the kernel identifies the process at the other end.
+2. A message has one frame.  A message of several frames is returned as an empty one, which is invalid in the protocol,
+   so that its sender gets an error.
 3. Both directions are bounded.  A frame above `max_frame_bytes` raises NotZmtp as soon as its header has arrived, and
-   `send` refuses what exceeds `max_unsent_bytes`; the caller then closes the connection.
+   `send` refuses bytes beyond `max_unsent_bytes`; the caller then closes the connection.
 4. Descriptors travel with the first byte of a message.  They are received by `receive_with_fds` only; the kernel closes
    those that arrive while `receive` is used.
 
-Not here: reconnecting, and what the messages say.
+Not here: reconnecting, and the content of messages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The storage contract as a suite of tests; every adapter of ours runs it, and authors of other adapters can, too:
+"""The storage contract as a test suite; all our adapters run it, and authors of other adapters can run it too:
 
     class TestMine(AdapterContract):
         def make_medium(self, folder): return MyMedium(folder)

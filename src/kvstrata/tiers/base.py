@@ -1,12 +1,12 @@
 """The storage contract: what every L2 medium implements.
 
-The server calls an adapter between the return of `open` and the call of `close` only (`remarks` at any time), with keys
-of 32 bytes (tiers/tier.py).
+The server calls an adapter only after `open` has returned and before it calls `close` (`remarks` at any time), with
+keys of 32 bytes (tiers/tier.py).
 
 Invariants
 1. All calls are batches; the medium settles each item of a put or load; one bad item never fails its batch.
-2. Each item carries a hold on its extent.  The lowest layer that touches the bytes drops the hold when the
-   medium has really finished with them; a deadline or a cancelled await ends the wait, never the hold.
+2. Each item carries a hold on its extent.  The lowest layer that touches the bytes drops the hold when the medium has
+   really finished with them; a deadline or a cancelled await ends the wait, never the hold.
 3. An absent key is an outcome (ABSENT), not an exception.  An exception, or an item that is not settled when the call
    returns, means that the adapter broke its contract; the caller then counts every item of the batch as FAILED, and a
    hold that the adapter did not drop ends with its last reference.

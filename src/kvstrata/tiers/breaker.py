@@ -1,4 +1,4 @@
-"""Decides when to stop asking an adapter or a process that does not answer, and when to try again. Sans I/O: the
+"""Decides when to stop calling an adapter or a process that does not answer, and when to try again.  Sans-IO: the
 caller passes the time in.
 
 A CLOSED breaker lets everything through.  After `failures` failures in a row it is OPEN and lets nothing through for

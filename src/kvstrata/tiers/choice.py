@@ -1,16 +1,16 @@
-"""Load or recompute: how much of what the tiers have of a prompt is loaded, and how much is left to the engine.
+"""Load or recompute: decides how many of a prompt's chunks are loaded from tiers, and how many the engine computes.
 
-The time of a load grows with its bytes; computing a chunk takes the longer the deeper the chunk lies in its prompt.  So
-of what one tier has, either all is loaded or nothing.  What lies behind chunks that are left is of no use to the
-engine, and is left as well: a choice is the chunk at which the hit ends.
+The time of a load grows with its bytes; the time to compute a chunk grows with its depth in the prompt.  So either all
+of one tier's chunks are loaded, or none.  Chunks behind a skipped chunk are useless to the engine and are skipped too:
+a choice is the chunk at which the hit ends.
 
-1. Nothing is left unless both times were measured: a tier of which fewer than LEAST_BATCHES loads are known costs
-   nothing here, and the caller asks for no choice while the engine's speed is not known.
+1. Chunks are skipped only if both times were measured: a tier with fewer than LEAST_BATCHES measured loads costs
+   nothing here, and the caller asks for no choice while the engine's speed is unknown.
 2. If a tier becomes slower, and nothing else changes, the hit never becomes longer.
-3. Something is left only if that saves SAVES_S: less is noise, and the engine has other prompts to compute.
-4. A tier that is left is measured on: by a load of the prompt's last PROBE_BYTES, which no request waits for, PROBE_S
-   after its last measurement.  A smaller load would tell little of a large one.  One choice in PROBE_EVERY goes the
-   other way if that is expected to take at most PROBE_COST times as long.
+3. Chunks are skipped only if that saves SAVES_S: less is noise, and the engine has other prompts to compute.
+4. A skipped tier is still measured: PROBE_S after its last measurement, by a load of the prompt's last PROBE_BYTES for
+   which no request waits; a smaller load would say little about a large one.  One choice in PROBE_EVERY is reversed if
+   that is expected to take at most PROBE_COST times as long.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     put    extent ─(lane)─▶ staging ─▶ medium        the extent's hold ends with the encoding
     load   medium ─▶ staging ─(lane)─▶ extent        verified there, section by section
 
-Whatever codecs a record names decide how it is decoded (docs/internals/formats.md):
+A record names its codecs, which decide how it is decoded (docs/internals/formats.md):
 
     planes2 (2)   sorts the bytes of 16-bit numbers into planes; only before zstd
     zstd (3)      in slabs of 1 MiB
@@ -15,13 +15,13 @@ data, so a record under another key, identity or chain of codecs does not authen
 faster than the alternatives: 26 GB/s a core where keyed BLAKE3 makes 7 and HMAC-SHA-256 makes 2.
 
 Invariants
-1. Bytes between the codecs and the medium lie in staging of fixed size outside L1 (staging.py).  Whatever touches a
-   block of it refers to the block.
+1. Bytes between the codecs and the medium lie in staging of fixed size outside L1 (staging.py).  Whatever uses a block
+   of it keeps a reference to the block.
 2. A record to load gets as much staging as the longest encoding of a record that fits into its extent.
 3. A record that cannot be decoded (unknown codec, another key, missing library) is a miss, is counted and stays stored.
    A record that does not authenticate, or decodes to other bytes than the original, is removed, so that a put replaces
    it.
-4. A batch that was taken runs to its end, even if nobody waits for it.
+4. A batch that was accepted runs to its end, even if its caller no longer waits.
 5. Codecs are applied in the order of their numbers, each at most once; a record names those that were applied to it.
 6. When `Chain.decode` returns, its target has passed the checksum of every section of the original record.  Whatever a
    record claims, `decode` allocates and writes no more than its target and one slab.

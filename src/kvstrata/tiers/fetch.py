@@ -1,6 +1,6 @@
-"""A fetch of a prompt's records: its keys, what L1 and the tiers have of them, and how far the prefix is ready.
+"""A fetch of a prompt's records: its keys, which of them L1 and the tiers have, and how far the prefix is ready.
 
-`Fetch` is the state of one fetch, and `Planner` asks L1 and the tiers for it how far its prefix goes; see loads.py.
+`Fetch` is the state of one fetch; `Planner` asks L1 and the tiers how far the fetch's prefix extends; see loads.py.
 """
 
 from __future__ import annotations

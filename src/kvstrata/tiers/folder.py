@@ -1,7 +1,7 @@
-"""Whether the directory of a medium is still the one that was opened, and may be written to.
+"""Checks that the directory of a medium is still the one that was opened, and is writable.
 
-A tier whose directory is deleted or unmounted may go on without any error: descriptors of deleted files can be read and
-written as before, and the bytes are lost at the end of the process.
+A tier whose directory is deleted or unmounted may continue without any error: descriptors of deleted files can be read
+and written as before, and the bytes are lost at the end of the process.
 """
 
 from __future__ import annotations

@@ -6,13 +6,13 @@ then loads, deletes and puts.  Queues and threads are native (ext/core/src/lanes
 them with the event loop.
 
 Invariants
-1. `submit` never blocks: where the lane is full it returns None and takes nothing.
-2. Work that was taken runs exactly once, even if nobody awaits its future any more, and even while the lanes
-   close.  So the work itself can drop the holds and descriptors that it owns.
+1. `submit` never blocks: if the lane is full it returns None and queues nothing.
+2. Work that was queued runs exactly once, even if its future is no longer awaited, and even while the lanes close.  So
+   the work itself can drop the holds and descriptors that it owns.
 3. In the common group puts never occupy the last free thread, so that a burst of puts delays no lookup or
    load; if the common group has only one thread, lookups have a thread of their own.
 
-Nothing here knows what the work does.
+The lanes do not depend on what the work does.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
                         ▲                                                       │
                         └────────── the tiers that come after ◀── lost ─────────┘
 
-A fetch asks the tiers how far the prefix goes, reserves extents for the chunks that fit now, loads the holes in batches
-and makes each loaded chunk visible at once.  It answers when the prefix is decided or at its deadline; loads that are
-under way then go on, and their chunks become visible without a lease.
+A fetch asks the tiers how far the prefix extends, reserves extents for the chunks that fit now, loads the holes in
+batches and makes each loaded chunk visible at once.  It answers when the prefix is decided or at its deadline; loads
+that are under way then continue, and their chunks become visible without a lease.
 
 Keys are chunk-major: key number `i` belongs to chunk `i // n_slices` and slice `i % n_slices`.  The prefix ends before
 the first chunk that has a slice which is neither in L1 nor in any tier.  Slices with a span (keys/spans.py) are needed
@@ -14,11 +14,11 @@ at the prefix's end only, and may move the end forward.  A *hole* is a key of th
 L1.
 
 Invariants
-1. No fetch waits while it holds a reservation that is not being loaded: it asks for room in L1 only after it has passed
-   the tier's gate, and a refusal ends the prefix.
+1. No fetch waits while it holds a reservation that is not being loaded: it reserves extents in L1 only after it has
+   passed the tier's gate, and a refusal ends the prefix.
 2. A key is loaded once at a time; other fetches that need it wait for that load.
-3. Every reserved item ends in a commit or is given back (LoadBatch).  Its hold goes to the tier; an item that was given
-   back stays quarantined until the tier has dropped the hold.
+3. Every reserved item ends in a commit or an abort (LoadBatch).  Its hold is passed to the tier; an aborted item stays
+   quarantined until the tier has dropped the hold.
 4. At most `max_in_flight` fetches whose callers wait load from one tier at a time, with at most `in_flight_bytes` under
    way.  These bytes and those stuck in tiers bound the server's own reservations: the pool sets no limit for row 0.  A
    fetch past its deadline goes on only while no other fetch waits at the gate.  A fetch for which no user waits
@@ -26,7 +26,8 @@ Invariants
    none after its deadline.
 5. A tier that does not answer `exists` within its share of the time (`PrefetchLimits`) is passed over.
 6. A fetch asks the tiers that are active when it begins, in their order.
-7. A lookup may leave what tiers have to its engine (tiers/choice.py); other fetches load all that they find.
+7. A lookup may leave chunks that tiers have to its engine to compute (tiers/choice.py); other fetches load all chunks
+   that they find.
 8. No turn of the loop looks at more than about PART_KEYS keys: a fetch keeps a byte for each key, and everything that
    concerns all of them is a single call on these bytes.
 """

@@ -4,9 +4,9 @@ The connector's module makes a capsule; `NativeAdapter(capsule, ...)` is the ada
 whose threads call the connector without the GIL; their outcomes arrive over one descriptor.
 
 Invariants
-1. A batch that was taken runs to its end, even if nobody waits for it, and the server then learns which keys the
-   connector's cap dropped.
-2. The connector's threads drop the holds; the holds of a batch that was not taken are dropped at once.
+1. A batch that was accepted runs to its end, even if its caller no longer waits, and the server then learns which keys
+   the connector's cap dropped.
+2. The connector's threads drop the holds; the holds of a batch that was not accepted are dropped at once.
 3. `close` calls the connector's close when all other calls have ended, and makes no call after it.
 """
 

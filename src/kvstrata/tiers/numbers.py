@@ -1,4 +1,4 @@
-"""The numbers of a tier, which tier.py counts, and those of its medium."""
+"""The metrics of a tier, which tier.py counts, and those of its medium."""
 
 from __future__ import annotations
 

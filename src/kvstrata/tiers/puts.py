@@ -5,16 +5,16 @@
                                                 stored, already there, or skipped ◀┴── retry timer ◀── throttled ─┘
 
 Invariants
-1. A chunk that waits for a put or is being put is pinned by a hold: ours until the put is given to the tier, then the
+1. A chunk that waits for a put or is being put is pinned by a hold: ours until the put is passed to the tier, then the
    tier's.  The bytes pinned this way never exceed the backlog, which the pool counts as it takes the holds
    (Pool.hold_batch); a chunk that would exceed it is skipped and can be evicted.
 2. For each tier, every key ends as stored, already there, or skipped; a skip has a reason, which is counted and passed
    to `skipped`.
 3. `committed` and `touched` never block and never wait.  No turn of the loop looks at more than `KEYS_PER_TURN` keys;
    the others wait for later turns.
-4. A put is given to the tier once, with its hold.  A retry takes a new hold; a chunk that was evicted meanwhile is
+4. A put is passed to the tier once, with its hold.  A retry takes a new hold; a chunk that was evicted meanwhile is
    skipped.
-5. A batch whose put crashes, by a mistake of ours, ends alone: its chunks are skipped.
+5. If a put crashes through a mistake of ours, only its batch ends: its chunks are skipped.
 """
 
 from __future__ import annotations

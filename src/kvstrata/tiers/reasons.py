@@ -1,7 +1,7 @@
 """The short reasons for failures behind L1, each with its MissReason for lookups and whether it blames the medium.
 
-A reason is the word beside FAILED, THROTTLED and UNKNOWN in the storage contract, and beside a hole of a fetch.  An
-adapter may have other words for its own failures; all of these mean `OTHER`.
+A reason accompanies FAILED, THROTTLED and UNKNOWN in the storage contract, and the hole of a fetch.  An adapter may
+have other words for its own failures; all of these mean `OTHER`.
 """
 
 from __future__ import annotations

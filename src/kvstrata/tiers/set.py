@@ -1,7 +1,7 @@
 """The tiers of a running instance, in order of nearness.
 
-A tier of the settings is in the set from the start, even while its storage cannot be reached.  A paused tier stays in
-the set and answers in place of its medium.
+Every tier of the settings is in the set from the start, even while its storage cannot be reached.  A paused tier stays
+in the set and answers in place of its medium.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""From JSON objects to msgspec structs, with errors that name the field, its value and the values that it may have.
+"""Converts JSON objects to msgspec structs, with errors that name the field, its value and the allowed values.
 
 config/demands.py checks a field's value by the field's type.  Beyond that the field's `Meta(extra=...)` may have
 
     secret    True: no error shows its value
     missing   the error's text if the field is required and absent, instead of the error for its type
-    must      a text that the error for a wrong type appends
+    must      a text that is appended to the error for a wrong type
     empty     True: an empty string counts as absent
 
 A field that is null counts as absent.

@@ -3,9 +3,8 @@
     committed ─▶ waiting ── `after_s` later, still in L1 ─▶ the tiers, by their policies ─▶ in L2
                     └─ replaced ─▶ lingers while in use ─▶ gone                               └─ likewise, and deleted
 
-A conversation that goes on within `after_s` seconds leaves nothing in L2 but whole chunks.  Of tails in L2 the last
-REMEMBERED that were put or loaded are known; a tail that is not known any more stays in its tier until its cap evicts
-it.
+A conversation that continues within `after_s` seconds leaves only whole chunks in L2.  The last REMEMBERED tails that
+were put into L2 or loaded are remembered; a tail that is forgotten stays in its tier until the tier's cap evicts it.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 A tier whose storage cannot be reached at the start stops no start: it is UNREACHABLE, and is opened again and again.
 
-Every operation goes through `_bounded`, the only place with a deadline, a breaker and counters.  No operation but
-`clear` raises: an exception of the medium becomes outcomes.
+Every operation goes through `_bounded`, the only place with a deadline, a breaker and counters.  Only `clear` raises:
+in other operations an exception of the medium becomes outcomes.
 
 Invariants
 1. A deadline ends the *wait*: every item of the batch is answered FAILED('deadline') (exists: UNKNOWN), while the
@@ -17,8 +17,8 @@ Invariants
    that blame the medium (tiers/reasons.py; a full queue does not).  A miss, a corrupt record or a full disk is an
    answer, not a failure.  While the breaker of loads is open, `exists` answers UNKNOWN too, since a record that cannot
    be loaded is not a hit.
-3. A medium is asked nothing before it is open or after its close began, nor while its tier is paused or its
-   directory is gone.  A medium whose directory cannot be written to serves its records and gets no new ones.
+3. A medium is not called before it is open or after its close began, nor while its tier is paused or its directory is
+   gone.  A medium whose directory is not writable serves its records and gets no new ones.
 
 The log has a line when a breaker opens (`tier_down`) and when it closes again (`tier_up`), none for probes that fail;
 when the medium has no room for a put (`tier_full`), and when it has stored again (`tier_has_room`); and for each change

@@ -1,4 +1,4 @@
-"""`kvstrata bench serve long-doc-qa`: OpenAI-compatible endpoints as their users see them, with any cache or none.
+"""`kvstrata bench serve long-doc-qa`: latency of OpenAI-compatible endpoints, with any KV cache or none.
 
 Every request is a streamed completion whose prompt is a list of token ids: a document, and a question about it that is
 new in each round. The seed alone determines the tokens. Times, in seconds:
@@ -6,10 +6,10 @@ new in each round. The seed alone determines the tokens. Times, in seconds:
     TTFT  from sending the request to the first piece of the answer
     E2E   from sending the request to the end of the answer
 
-Counts of tokens are those of the endpoint's `usage`. The sources of cached tokens are read from the /metrics of the
-endpoints (with vLLM's names) and of the cache servers, before and after each round.  With several endpoints, each
-document goes to another endpoint in the next round, so that its hits there come from a cache that the endpoints share.
-`vllm bench serve` measures other workloads.
+Token counts come from the endpoint's `usage`. The sources of cached tokens are read from the /metrics of the endpoints
+(with vLLM's names) and of the cache servers, before and after each round.  With several endpoints, each document goes
+to another endpoint in the next round, so that its hits there come from a cache that the endpoints share. `vllm bench
+serve` measures other workloads.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Names that users of LMCache have in their deployments, and what becomes of each here.
+"""The names of LMCache's settings that deployments use, and what kvstrata does with each.
 
 flags.py has the flags of its commands, keys.py its files, variables and connector settings, this file its connectors;
-docs/coming-from-lmcache.md is generated from them.  A name of ours in another meaning is in no table.  Only names,
-defaults and meanings are LMCache's.
+docs/coming-from-lmcache.md is generated from them.  A name that kvstrata uses with another meaning is in no table. Only
+names, defaults and meanings are taken from LMCache.
 """
 
 VERSION = "0.5.7"

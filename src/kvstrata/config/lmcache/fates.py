@@ -1,14 +1,14 @@
-"""What happens to a name of LMCache.
+"""The possible treatments of a setting's name that comes from LMCache.
 
     kept        same name, same meaning
-    translated  accepted; one log line names our setting that it sets
+    translated  accepted; one log line names the setting of ours that it sets
     no effect   accepted; one log line says so
-    refused     nothing here does what it asks for.  As a flag, it is an error that says what to do, unless its value
-                asks for nothing, as LMCache's default does.  In an engine's settings it is accepted without effect,
-                since an engine without the cache's extra feature serves right answers.
+    refused     kvstrata has no such feature.  As a flag, it is an error that says what to do, unless its value turns
+                the feature off, as LMCache's default does.  In an engine's settings it is accepted without effect,
+                since an engine without the cache's extra feature answers correctly.
 
-A flag or key in no table is an error that suggests a known name of nearly the same spelling.  In a file or variable for
-LMCache, which starts with a warning then, an unknown name is only noted.
+A flag or key in no table is an error that suggests a known name of nearly the same spelling.  An unknown name in a file
+or variable for LMCache only causes a warning at the start.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Our storage for SGLang's hierarchical cache: this module and `HiCacheKvstrata` for its storage `dynamic`.
+"""Our storage for SGLang's hierarchical cache: its backend `dynamic` loads `HiCacheKvstrata` from this module.
 
-docs/engines.md has the whole command.  SGLang is imported when the class is first asked for, so everything else here
+docs/engines.md has the whole command.  SGLang is imported when the class is first accessed, so the rest of the package
 can be used without it.
 """
 

@@ -1,8 +1,8 @@
 """The identity of an SGLang engine, and the slices of its host pools.
 
-The names of pages are SGLang's own: the hash of a page covers its tokens, all tokens before it, and the LoRA adapter
-and salt of the request.  The model and how its KV is laid out are not in that hash; they are in the identity and the
-slice.  SGLang's objects are read by attribute only.
+Pages have SGLang's own names: the hash of a page covers its tokens, all tokens before it, and the LoRA adapter and salt
+of the request.  The model and the layout of its KV are not in that hash; they are in the identity and the slice.
+SGLang's objects are read by attribute only.
 """
 
 from __future__ import annotations

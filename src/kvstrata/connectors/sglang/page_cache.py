@@ -1,8 +1,8 @@
-"""The pages of one host pool in kvstrata: counts, loads and stores them for SGLang's threads, which wait.
+"""Blocking calls that count, load and store the pages of one of SGLang's host pools in kvstrata.
 
-SGLang calls from threads of its own, one for each of queries, loads and stores, and expects the answer of the call.  A
-call waits for the server at most `wait_s`; a load then copies for about a second at most, and everything that is not
-done by then counts as missing.
+SGLang calls from threads of its own, one each for queries, loads and stores, and each call returns its result.  A call
+waits for the server at most `wait_s`; a load then copies for about a second at most, and pages that are not copied by
+then count as missing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Where the bytes of a page lie in one of SGLang's host pools.
+"""Computes where the bytes of a page lie in one of SGLang's host pools.
 
-A host pool tells the addresses and lengths of the runs of any page (`get_page_buffer_meta`); storages use them to move
-pages without a copy in between.  In every pool that SGLang has, a run lies at a fixed distance from the same run of the
-next page, so two pages tell where all of them are; a third one is compared.  A page's runs become the sections of its
-record, in the order of their addresses.
+A host pool returns the addresses and lengths of the runs of any page (`get_page_buffer_meta`); storages use them to
+move pages without a copy in between.  In every pool of SGLang, a run lies at a fixed distance from the same run of the
+next page, so the addresses of two pages determine all others; a third page is checked against them.  A page's runs
+become the sections of its record, in the order of their addresses.
 
 Neither SGLang nor torch is imported.
 """

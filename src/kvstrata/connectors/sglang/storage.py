@@ -1,12 +1,11 @@
-"""`HiCacheKvstrata`: SGLang's interface of storages behind its host pool, answered by kvstrata.
+"""`HiCacheKvstrata`: implements SGLang's storage interface behind its host pool with kvstrata.
 
-SGLang's controller of the hierarchical cache makes one storage in each rank's process, registers its host pools, and
-then asks from its threads: how many pages of a prompt are stored, load them into the pool, store these.  Each pool has
-a client of its own with a slice of its own.  Ranks know nothing of each other, because SGLang itself takes the fewest
-pages that all ranks have.
+SGLang's controller of the hierarchical cache makes one storage in each rank's process and registers its host pools. Its
+threads then ask how many pages of a prompt are stored, load pages into the pool, and store pages.  Each pool has a
+client and a slice of its own.  Ranks do not coordinate, because SGLang itself takes the minimum over all ranks.
 
-Errors at the start (settings, layouts) reach SGLang and stop its start.  Afterwards no exception does: a server that is
-away, or a mistake of ours, means that pages are missing.
+Errors at the start (settings, layouts) reach SGLang and stop its start.  Afterwards no exception reaches it: if the
+server is unreachable or our code fails, the pages count as missing.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Our connector for the simulated engine: the two sides of the one for vLLM, which copy blocks of plain memory."""
+"""Our connector for the simulated engine: both sides of the vLLM connector, with blocks in plain memory."""

@@ -1,7 +1,7 @@
 """The connector of a simulated engine: the scheduler's and the worker's side of the connector for vLLM, in one process.
 
-They ask and copy as in vLLM, through clients and shared memory of a real server.  All methods belong to the thread of
-the engine.  The blocks lie in memory of this process (`kv_memory`), numbered from 1 as vLLM numbers them.
+They look up and copy as in vLLM, through clients and the shared memory of a real server.  Only the engine's thread
+calls the methods.  The blocks lie in memory of this process (`kv_memory`), numbered from 1 as vLLM numbers them.
 """
 
 from __future__ import annotations

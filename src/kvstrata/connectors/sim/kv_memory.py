@@ -1,7 +1,7 @@
-"""The paged KV of a simulated engine: plain memory whose blocks begin with what was computed into them.
+"""The paged KV of a simulated engine: plain memory in which each block begins with a key of its content.
 
-The first 8 bytes of a block are its key, which depends on all tokens until its end: so whoever loads a block can tell
-whether it got the right one.
+The key is the first 8 bytes of a block and depends on all tokens up to the block's end, so the engine can check that it
+loaded the right block.
 """
 
 from __future__ import annotations

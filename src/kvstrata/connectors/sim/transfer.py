@@ -1,4 +1,4 @@
-"""vLLM's `--kv-transfer-config`, as the simulated engine takes it."""
+"""Parses vLLM's `--kv-transfer-config` for the simulated engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Our connector for vLLM: `{"kv_connector": "LMCacheConnectorV1", "kv_connector_module_path": this module, …}`.
 
-The module has the connector under each of LMCache's names for its own.  vLLM is imported when the class is first asked
-for, so settings, decisions and layouts can be used without it.
+The module exports the connector under each name that LMCache gives its connectors.  vLLM is imported when the class is
+first accessed, so settings, decisions and layouts can be used without it.
 """
 
 from __future__ import annotations

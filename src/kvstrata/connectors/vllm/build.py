@@ -1,6 +1,6 @@
 """Builds the two sides of the connector from vLLM's configuration, each with a client of its own.
 
-Settings, models and layouts that are not supported raise ConfigError; a missing server does not: clients attach in the
+Unsupported settings, models and layouts raise ConfigError.  A missing server does not: clients attach in the
 background, so vLLM starts with or without a server.
 """
 

@@ -1,8 +1,7 @@
 """`LMCacheConnectorV1`: vLLM's KV connector interface; each call is passed on to the scheduler's or the worker's side.
 
-The class has vLLM's interface (`KVConnectorBase_V1`), and with it more methods than a class of ours may have.  It
-decides nothing: in the scheduler it passes calls to a `SchedulerSide`, in a worker to a `WorkerSide`; `build` makes
-both.
+The class implements vLLM's interface (`KVConnectorBase_V1`), hence its many methods.  It decides nothing: in the
+scheduler it passes calls to a `SchedulerSide`, in a worker to a `WorkerSide`; `build` makes both.
 
 Each method that vLLM calls while it serves is guarded (`boundary.py`).  An error of ours about a single request, before
 it has blocks, means that this request is computed without the cache.  Any other error turns this process's side *off*

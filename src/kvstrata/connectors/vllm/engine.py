@@ -1,7 +1,7 @@
-"""An engine as the scheduler's side sees it; and what it may load and store, and which loads are safe.
+"""The scheduler side's view of an engine: what it may load and store, and which loads are safe.
 
-The order of vLLM's steps, which decides the latter, follows from its configuration.  vLLM's objects are read by
-attribute only; nothing here imports vLLM or torch.
+Which loads are safe depends on the order of vLLM's steps, which follows from its configuration.  vLLM's objects are
+read by attribute only; nothing here imports vLLM or torch.
 """
 
 from __future__ import annotations

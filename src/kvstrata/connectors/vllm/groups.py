@@ -1,13 +1,13 @@
-"""vLLM's KV cache groups: which blocks of each group a chunk's record holds, and which chunks of it a hit needs.
+"""vLLM's KV cache groups: which blocks of each group a chunk's record holds, and which chunks of a group a hit needs.
 
-A model's layers form one or more groups.  Each has a rule for what a hit of n tokens needs:
+A model's layers form one or more groups.  Each has a rule for the tokens that a hit of n tokens needs:
 
 - `prefix`: all tokens (full attention);
 - `last_window`: the last W tokens (sliding windows; attention in chunks of W tokens);
 - `state_at`: the state after exactly n tokens (state spaces, linear attention).
 
-Each (chunk, group) has a record of its own.  Of a window that is shorter than a chunk, a record holds only the blocks
-at the chunk's end that the window covers; of a state, the one block that holds the state after the chunk.
+Each (chunk, group) has a record of its own.  If a window is shorter than a chunk, the record holds only the blocks at
+the chunk's end that the window covers; the record of a state holds the one block with the state after the chunk.
 
 vLLM's objects are read by attribute only; nothing here imports vLLM or torch.
 """

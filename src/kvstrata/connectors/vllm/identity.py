@@ -1,18 +1,17 @@
 """The identity of this engine: model, weights and layout, read from vLLM's configuration.
 
 Everything that decides the meaning of KV bytes must be in the identity.  Where a name does not determine the meaning,
-content is read: the files of a local model are sampled, and vLLM's configuration is hashed.  Weights
-that are neither in files of the model's folder nor named by a commit of a hub are sampled once they are loaded, and
-their mark is part of each request's identity (`weights`).  vLLM's objects are read by attribute only; nothing here
-imports vLLM or torch.
+content is read: the files of a local model are sampled, and vLLM's configuration is hashed.  Weights that are neither
+in files of the model's folder nor named by a commit of a hub are sampled after they are loaded, and the resulting mark
+is part of each request's identity (`weights`).  vLLM's objects are read by attribute only; nothing here imports vLLM or
+torch.
 
-All of vLLM's configuration is part of the identity but for a closed list of settings known to be harmless.  A setting
-that a version of vLLM adds is therefore part of the identity until somebody puts it on the list: engines that differ in
-it share nothing, which costs misses, and no engine gets KV that means something else.  While it is off by default,
-engines share KV with those of earlier versions.  A setting is harmless if it does not change what a prompt's KV means,
-or if the identity, the keys or the layout's facts name its effect otherwise.  Choices between kernels of one
-computation count as harmless, because their results differ as much between two GPUs, or between a request alone and in
-a batch.
+All of vLLM's configuration is part of the identity, except a closed list of settings known to be harmless.  A setting
+that a new version of vLLM adds is therefore part of the identity until it is put on the list: engines that differ in it
+share nothing, which costs misses, but no engine gets KV with another meaning.  While the new setting is off, engines
+share KV with those of earlier versions.  A setting is harmless if it does not change what a prompt's KV means, or if
+the identity, the keys or the layout's facts name its effect otherwise.  Choices between kernels of one computation
+count as harmless, because their results differ as much between two GPUs, or between a request alone and in a batch.
 """
 
 from __future__ import annotations

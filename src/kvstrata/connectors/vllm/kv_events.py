@@ -1,8 +1,8 @@
 """vLLM's events about chunks in L1 and about blocks of its own cache, for routers that listen to an engine.
 
-An event names chunks by their chain keys.  With several KV cache groups in the engine it is about the first of them
-that has full attention, and names it as vLLM's own events do: windows and states of the chunks may be missing, so a
-router must not take them for a hit of all groups.  Models without full attention have no events.
+An event names chunks by their chain keys.  If the engine has several KV cache groups, events describe the first group
+with full attention and name that group as vLLM's own events do: the chunks' windows and states may be missing, so a
+router must not count them as a hit of all groups.  Models without full attention have no events.
 """
 
 from __future__ import annotations

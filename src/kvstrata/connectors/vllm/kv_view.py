@@ -1,14 +1,14 @@
 """Where the bytes of a chunk lie in an engine's paged KV cache, derived from shapes, strides and configuration.
 
-See `docs/internals/layouts.md`.  The *kind* of a layer has what vLLM tells about the bytes of its blocks beyond shape
-and strides: how bytes are arranged inside a block (CPU attention packs them for the instructions that the CPU has), and
-with which scales numbers were quantised.  Both decide the meaning of KV bytes, so both are facts of a slice.  When a
-record is recut for another geometry, only axes known to be heads or tokens can be cut.
+See `docs/internals/layouts.md`.  The *kind* of a layer says what shape and strides do not: how bytes are arranged
+inside a block (CPU attention packs them for the CPU's instructions), and with which scales numbers were quantised. Both
+decide the meaning of KV bytes, so both are facts of a slice.  When a record is recut for another geometry, only axes
+known to be heads or tokens can be cut.
 
-The *runs* of a layer tell how to walk the bytes of one of its blocks.  vLLM registers one tensor per layer, logically
-(blocks, heads, tokens, content) for every attention backend.  Its strides tell the physical order: six orders exist,
-kernel blocks may be smaller than blocks, and pages may be padded.  Nothing here assumes one order.  A tensor of another
-shape than vLLM announces for its layer is refused.
+The *runs* of a layer are the contiguous byte ranges of one of its blocks, in order.  vLLM registers one tensor per
+layer, logically (blocks, heads, tokens, content) for every attention backend.  Its strides tell the physical order: six
+orders exist, kernel blocks may be smaller than blocks, and pages may be padded.  Nothing here assumes one order.  A
+tensor of another shape than vLLM announces for its layer is refused.
 
 The *view* puts the layers of one worker together.  A record holds one section per layer; a section holds the blocks of
 the chunk in order, and each block has its axes in physical order (outermost first), which may differ from layer to

@@ -1,23 +1,23 @@
-"""Late stores: a chunk is copied into L1 when its blocks come near the head of vLLM's free queue, to be reused soon.
+"""Late stores: a chunk is copied into L1 when its blocks are near the head of vLLM's free queue and about to be reused.
 
-Until then vLLM's own cache serves the chunk, and a copy in L1 would take the room of a chunk that vLLM has lost.
+Until then vLLM's own cache serves the chunk, and a copy in L1 would displace a chunk that vLLM no longer has.
 
-A complete chunk is *recorded*: its blocks, and the hash object that vLLM has on each of them.  vLLM takes the object
-away when it reuses the block, and a block that is filled again, even with the same tokens, gets another one.  So a
+A complete chunk is *recorded*: its blocks, and the hash object that vLLM keeps on each of them.  vLLM removes the
+object when it reuses the block, and a block that is filled again, even with the same tokens, gets a new one.  So a
 record is *intact* as long as each of its blocks has the same object.  No block is pinned: a pinned block leaves the
-queue and comes back at its end, and pins keep vLLM from resetting its cache.
+queue and returns at its tail, and pins prevent vLLM from resetting its cache.
 
 Each step looks at the first blocks of the queue, always from the head, and plans the stores of their chunks and of the
-chunks before them.  What is reused before it is planned is lost for L1 and counted (`late_missed_chunks`).  While other
-engines share L1, the chunks up to a point where two prompts part are planned at once, since another engine may get the
-next prompt that begins so.
+chunks before them.  A chunk whose blocks are reused before it is planned is lost for L1 and counted
+(`late_missed_chunks`).  While other engines share L1, the chunks before a point where two prompts diverge are planned
+at once, since another engine may get the next prompt with that prefix.
 
 Invariants
-1. A chunk is looked at only once no synchronous load is unconfirmed on which its KV may rest.
-2. A store that reads blocks of a record that is not intact any more is cancelled with the next plan, which workers see
+1. A chunk is considered only when every synchronous load that its KV may depend on is confirmed.
+2. A store that reads blocks of a record that is not intact any more is cancelled with the next plan, which workers get
    before the step that overwrites the blocks.
 3. A chunk is planned only if each chunk before it is in L1 or on its way there, since a lookup counts from the first.
-4. A chunk is planned again at the earliest RETRY_STEPS later, whatever came of it, unless its store was dropped.
+4. A chunk is planned again at the earliest RETRY_STEPS later, whatever the outcome, unless its store was dropped.
 """
 
 from __future__ import annotations

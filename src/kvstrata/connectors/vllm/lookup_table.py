@@ -1,11 +1,11 @@
-"""The requests of vLLM's scheduler, and how far the lookup of each has come.
+"""The requests of vLLM's scheduler, and the state of each request's lookup.
 
 The states of one request's lookup:
 
     NEW ──sent──▶ ASKED ──leased──▶ HIT ──vLLM allocates blocks──▶ TAKEN
      └───────────────┴── not found, too late, or revoked twice ───▶ MISS
 
-and from each of them back to NEW: the lease was revoked, vLLM's caches were reset, L1 has the prefix by now, or the
+Each state returns to NEW when the lease was revoked, vLLM's caches were reset, L1 has got the prefix meanwhile, or the
 request was preempted, is computed without the cache, or has ended.  A lookup is sent when the request arrives if the
 queue is short, otherwise when vLLM first asks.  In one step, all answers together are awaited for at most `WAIT_S`.
 
@@ -13,15 +13,14 @@ Invariant: a lease is in exactly one place: in `Tracked.hit`, in a `Load` handed
 is claimed from the moment when vLLM is promised its chunks until the end of that step, before which it is released if
 vLLM allocates blocks; at other times the server may revoke it.
 
-The tenant of each request: the engine's own, or one that the request names in `kv_transfer_params`.
+The tenant of each request is the engine's own, or one that the request names in
+`kv_transfer_params["kvstrata.tenant"]`.  It gets the named tenant if the settings allow this engine to name it
+(`request_tenants`); the server checks again, by the engine's token.  A request that names any other tenant, or
+something that is not a name, is computed without the cache and never as a request of another tenant.
 
-A request names its tenant by `kv_transfer_params["kvstrata.tenant"]`.  It gets that tenant if the settings let this
-engine name it (`request_tenants`); the server decides again, by the engine's token.  A request that names any other
-tenant, or something that is no name, is computed without the cache and never as a request of another tenant.
-
-vLLM's own prefix cache knows no tenants.  So a request that does not belong to the engine's own tenant gets a cache
-salt that only this engine can make: one for each tenant and salt of the request, and a fresh one for each refused
-request.  Without it, the time until the first token would tell one tenant which prompts another has sent.
+vLLM's own prefix cache has no tenants.  So a request that does not belong to the engine's own tenant gets a cache salt
+that only this engine can make: one for each tenant and salt of the request, and a fresh one for each refused request.
+Without it, the time to the first token would reveal to one tenant which prompts another has sent.
 """
 
 from __future__ import annotations

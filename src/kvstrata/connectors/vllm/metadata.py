@@ -1,4 +1,4 @@
-"""The messages between scheduler and worker side in each step, picklable: the sides may be separate processes.
+"""The messages between scheduler side and worker side in each step; picklable, for sides in separate processes.
 
 A step's `StepPlan` goes from the scheduler to every worker; a worker with something to report answers with one
 `WorkerReport`.

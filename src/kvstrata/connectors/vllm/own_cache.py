@@ -1,12 +1,11 @@
-"""vLLM's own cache, told again and again, so that whoever begins to listen late hears of all that is in it.
+"""Re-announces the blocks in vLLM's prefix cache in rounds, so that a late subscriber gets the full list.
 
-vLLM tells of a block once, and sends only its last batches again (`buffer_steps`).  So the blocks that finished
-requests have left in the cache are told again in rounds, each of half as many steps: what vLLM sends again then
-contains a whole round.
+vLLM announces a block once, and replays only its last batches (`buffer_steps`).  So the blocks that finished requests
+have left in the cache are announced again in rounds of half as many steps: a replay then contains a whole round.
 
-1. A block is told only while vLLM's pool has it, and after what the pool itself has told of the step.
-2. A round tells a block after its parent, so whoever hears a whole round needs nothing that was told before it.
-3. No step looks at more than STEP_BLOCKS blocks of finished requests, and tells no more.
+1. A block is announced only while vLLM's pool has it, and after the pool's own events of the step.
+2. A round announces a block after its parent, so a subscriber that receives a whole round needs no earlier event.
+3. No step examines or announces more than STEP_BLOCKS blocks of finished requests.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Loads in parts: requests that hold blocks for chunks which another engine still computes.
 
-    waits without blocks ── the rest is expected soon ──▶ parked ─┬─ some more chunks are there ──▶ the next part
+    waits without blocks ── the rest is expected soon ──▶ parked ─┬─ more chunks have arrived ────▶ the next part
                                                                   └─ all, or no more will come ───▶ the last part
 
 vLLM was promised all chunks when the request was parked, and waits for one asynchronous load.  The workers report it
-once the part that is marked as the last one has ended.  Blocks that no part has filled fail, and vLLM computes them.
+when the part that is marked as the last one has ended.  Blocks that no part has filled fail, and vLLM computes them.
 
-Invariant: for each parked request a last part follows, also when the request or this side ends.
+Invariant: every parked request gets a last part, even if the request or this side ends first.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Entry point `vllm.general_plugins`: makes LMCache's names of connectors mean our connector.
+"""Entry point `vllm.general_plugins`: maps LMCache's connector names to our connector.
 
 Published command lines name the connector without a module path, or with a module of the `lmcache` package.  vLLM takes
 a bare name from its own table of connectors, whose entries of these names need that package too.  If the package is not
 installed, or with `KVSTRATA_TAKEOVER=1`, the names and the modules are ours, and the log says so.
 
-The modules are put into `sys.modules` under their full names alone: `lmcache` itself stays a package that is not
-installed, or the installed one, for everybody who looks for it.
+The modules are put into `sys.modules` under their full names only: importing `lmcache` itself still finds the installed
+package, or none.
 """
 
 from __future__ import annotations

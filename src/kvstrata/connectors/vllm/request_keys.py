@@ -2,7 +2,7 @@
 
 After a reset of vLLM's caches the weights may have changed (see `weights`).  No key is made until the workers have
 reported which weights they have.  If vLLM still held blocks at the reset, KV that is computed from them is *stale*: it
-depends on the earlier weights and must not be stored under the identity of the present weights, unless these prove to
+depends on the earlier weights and must not be stored under the identity of the current weights, unless both turn out to
 be the same.
 """
 

@@ -5,9 +5,9 @@ queued for the client's I/O thread.  One call takes longer: when a request with 
 the blocks of its prompt again (`request_tenants`).  vLLM asks about each request of its queue; all lookups of one step
 together are awaited for 1.5 ms, and vLLM asks again in the next step about the requests that have no answer by then.
 
-`SchedulerSide` has vLLM's calls in their order.  `lookup_table` follows each request's lookup and lease, `request_keys`
-makes its keys, and `store_table` plans and follows the stores; each module lists its invariants.  Blocks of a finished
-request stay allocated until every worker has said that no store reads them.
+`SchedulerSide` has the methods in the order in which vLLM calls them.  `lookup_table` follows each request's lookup and
+lease, `request_keys` makes its keys, and `store_table` plans and follows the stores; each module lists its invariants.
+Blocks of a finished request stay allocated until every worker has said that no store reads them.
 
 This side maps no engine memory and copies no bytes.
 """

@@ -1,4 +1,4 @@
-"""Statistics and metrics that vLLM collects from the connector and shows in its log and on its /metrics."""
+"""The connector's statistics, which vLLM collects and shows in its log and on its /metrics."""
 
 from __future__ import annotations
 

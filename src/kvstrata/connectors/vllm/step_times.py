@@ -1,8 +1,9 @@
 """How fast the engine computes prompts, measured over its steps.
 
 A step begins when it is planned, or when the step before it has ended, if that is later (vLLM plans ahead).  It ends
-when a worker reports it.  A line over many steps tells what a token costs, deep ones more (`prompt_work`), and a step
-itself with its decodes.  Waiting in vLLM's queue is no part of it: a request that loads waits there too.
+when a worker reports it.  A line fitted over many steps gives the time per token, weighted by its depth
+(`prompt_work`), and the fixed time of a step with its decodes.  Time in vLLM's queue does not count, since a request
+that loads waits there too.
 """
 
 from __future__ import annotations

@@ -4,25 +4,25 @@ Invariants
 1. A chunk is stored only from blocks whose tokens are known and whose KV the planned step completes.  With draft
    layers, the tokens that the KV of these layers depends on must be known as well (`lookahead_tokens`).  While any
    synchronous load is unconfirmed, nothing is stored, unless the load is ours and the engine has a single worker, which
-   knows by itself whether it failed.
+   itself detects whether it failed.
 2. A store that was dropped or not confirmed is planned again when its chunks are next complete.
-3. Of groups with a window, only the windows at the prompt's end and where it parts from another prompt are stored
-   (and, with `save_decode_cache`, those of the answer); of groups with a state, only the states that vLLM offers.
-   vLLM frees their blocks while the request goes on, so they are pinned until no store reads them.
-4. While other engines use the server, they are told which chunks of a prompt are computed here, from the request's
-   first step on, or from its arrival if no other waits, until the last store has its outcome or there will be none.
+3. For groups with a window, only the windows at the prompt's end and at the point where it diverges from another prompt
+   are stored (and, with `save_decode_cache`, those of the answer); for groups with a state, only the states that vLLM
+   offers.  vLLM frees their blocks while the request continues, so they are pinned until no store reads them.
+4. While other engines use the server, this engine promises them the chunks of a prompt that it computes: from the
+   request's first step on (or from its arrival if no other request waits), until the last store has its outcome or
+   there will be none.
 5. With late stores, complete chunks and tails are recorded instead of stored, and stored when vLLM is about to reuse
    their blocks (`late`).
 
-Notices what other connectors load, which share an engine with ours in vLLM's `MultiConnector`.
+Loads of other connectors, which share an engine with ours in vLLM's `MultiConnector`, are inferred: `MultiConnector`
+asks every connector about a request, lets the first one that has tokens load, and tells the others only that they load
+none.  Tokens that vLLM calls computed, and that come neither from its own cache nor from us, are from another
+connector.
 
-`MultiConnector` asks every connector about a request, lets the first one load that has tokens, and tells the others
-only that they load none.  So the amount is inferred: tokens that vLLM calls computed, and that are neither from its own
-cache nor from us, are from another connector.
-
-An asynchronous load of another connector has ended, as far as vLLM will use it, when vLLM schedules its request.  Of a
-load that is part of a step, vLLM learns only with the step's result that it failed; the step has computed on bad blocks
-then.  Until that result, nothing is stored (`StoreTable.must_wait`).
+An asynchronous load of another connector has ended, as far as vLLM will use it, when vLLM schedules its request.  If a
+load within a step fails, vLLM learns that only from the step's result, when the step has already computed on bad
+blocks.  Until that result, nothing is stored (`StoreTable.must_wait`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Tails: the unfinished last chunk of a prompt, up to its last whole block, as a record of its own (`keys.chunking`).
 
-A prompt may hit any tail whose tokens it shares, so a lookup looks for the longest one behind the last chunk that is
-there: in L1 by itself, in shared memory, before anything is asked; in L2 by naming the tails to the server.  A chunk
-that is stored replaces the tails of its tokens, as a longer tail replaces the shorter ones.
+A prompt may hit any tail whose tokens it shares, so a lookup searches the longest tail that follows the last chunk
+found: in L1 directly, through shared memory, before any request is sent; in L2 by naming the tails to the server.  A
+chunk that is stored replaces the tails of its tokens, as a longer tail replaces the shorter ones.
 
-Only engines whose KV is of one group of full attention have tails: elsewhere a hit ends where a window or a state was
-stored.
+Only engines whose KV is a single group with full attention have tails: with other groups a hit ends where a window or a
+state was stored.
 """
 
 from __future__ import annotations

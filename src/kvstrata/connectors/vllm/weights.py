@@ -1,27 +1,27 @@
-"""Tells which weights an engine computes with: the workers sample them, the scheduler keeps a version.
+"""Identifies the weights that an engine computes with: the workers sample them, the scheduler keeps a version.
 
 Weights may change while an engine runs (sleep and reload, weight transfer from a trainer).  vLLM tells its connector
 only that caches were reset, which happens for other reasons too.  So whenever weights may have changed, each worker
 digests samples of all its parameters and compares them with those of its start:
 
-    start, or a reset ──a request arrives──▶ ASKED ──every worker told──▶ KNOWN, with a `mark` for the keys
-                                               └──a worker cannot tell──▶ KNOWN, never asked again
+    start, or a reset ──a request arrives──▶ ASKED ──every worker replied──▶ KNOWN, with a `mark` for the keys
+                                               └──a worker cannot sample──▶ KNOWN, never asked again
 
-The mark is empty for the weights of the start if the layout identity names them (`identity.weights_are_named`).  The
-mark of other weights depends on nothing but these weights, so engines of the same parallel sizes that got the same
-weights share KV.  If a worker cannot tell, each reset makes a unique mark, and so does the start without named weights.
+The mark is empty for the initial weights if the layout identity names them (`identity.weights_are_named`).  The mark of
+other weights depends on these weights only, so engines of the same parallel sizes that got the same weights share KV.
+If a worker cannot sample its weights, each reset makes a unique mark, and so does the start without named weights.
 
 Tensors are used by their methods only; torch is imported when the first tensor is sampled.
 
-LoRA adapters in identities: named by what the workers have loaded, since the files may have changed meanwhile.
+LoRA adapters are named in identities by the weights that the workers have loaded, since the files may have changed.
 
-The scheduler side asks the workers which adapter they have under a number of vLLM's (`lora_int_id`); each digests the
-adapter in its memory, which vLLM loads first if it is not there:
+The scheduler side asks the workers which adapter they have under one of vLLM's numbers (`lora_int_id`); each digests
+the adapter in its memory, which vLLM loads first if it is absent:
 
-    unknown ──a request──▶ ASKED ──every worker told──▶ KNOWN ──a worker has another one in its place──▶ unknown
+    unknown ──a request──▶ ASKED ──every worker replied──▶ KNOWN ──a worker has another one in its place──▶ unknown
 
 Loads and stores name the question whose answer made their keys.  A worker that has another adapter by then fails the
-load or drops the store, and says so.  It happens when an adapter is replaced in place, which vLLM tells no connector.
+load or drops the store, and reports it: vLLM notifies no connector when an adapter is replaced in place.
 """
 
 from __future__ import annotations

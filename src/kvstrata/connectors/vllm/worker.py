@@ -3,8 +3,8 @@
 Order within a step: `before_step` (copies of preempted blocks end), `start_loads`, the forward pass with `wait_layer`
 before each layer, then `start_stores`, `finished`, `take_bad_blocks`, `report`.  With a draft model vLLM may call
 `start_stores` last, after that model, when the step has already been reported.  The first of `start_stores` and
-`finished` ends the synchronous loads.  Stores and asynchronous loads go on between steps, on the client's threads, so
-they end even if vLLM stops stepping.
+`finished` ends the synchronous loads.  Stores and asynchronous loads continue between steps, on the client's threads,
+so they end even if vLLM stops stepping.
 
 Invariants
 1. A synchronous load writes blocks only until its step ends, an asynchronous one only until it is reported.

@@ -1,1 +1,1 @@
-"""What controllers know of a prompt's KV: in shared L1s, in L2 tiers and at peers."""
+"""Looks up a prompt's KV in shared L1s, in L2 tiers and at peers, by the cluster's controllers and instances."""

@@ -1,11 +1,11 @@
-"""What instances hold of each prompt, for the choice of its engine.
+"""Looks up which chunks of a prompt each instance holds, for the choice of its engine.
 
-1. Controllers name the instances in their answers to heartbeats, and the gateway follows these itself (following.py),
-   which tell it their engines and the kinds of KV.  So a request waits for nobody, and a gateway goes on without
-   controllers by what it knows.
-2. Nothing is looked up when nothing could change: without token ids, with fewer than two engines to choose from, for
-   prompts shorter than a chunk, and if no instance of the engines is known.
-3. Up to INLINE_TOKENS are hashed on the loop (40 µs for a kind of KV), more on a thread.
+1. Controllers name the instances in their replies to heartbeats.  The gateway follows the instances itself
+   (following.py) and learns their engines and kinds of KV from them.  So a lookup sends no request, and without
+   controllers the gateway continues with the instances that it knows.
+2. The lookup is skipped where its result could not change the choice: without token ids, with fewer than two engines to
+   choose from, for prompts shorter than a chunk, and if no instance of the engines is known.
+3. Up to INLINE_TOKENS are hashed on the loop (40 µs for each kind of KV), more on a thread.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The instances that this gateway follows, and what they hold of a prompt (cluster/followers.py).
+"""The instances that this gateway follows, and the chunks of a prompt that they hold (cluster/followers.py).
 
-1. The followed instances are those that a controller named last; each is followed at its own control port, also while
-   no controller answers.  One that no controller names any more is followed as long as it answers: a controller that
-   has restarted names few at first.
-2. What is known of an instance that has not answered for STALE_S counts no more, until it answers again.
-3. Why answers ended is told to the instance in a question of its own, which asks for nothing (HINTS_S).
+1. The gateway follows the instances that a controller named last, each at its own control port, even while no
+   controller answers.  An instance that no controller names any more is followed as long as it answers, since a
+   controller that has restarted names few at first.
+2. The chunks of an instance that has not answered for STALE_S do not count until it answers again.
+3. A message of its own (HINTS_S) tells the instance why answers ended; it asks for no changes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The kinds of KV in the conditions of instances, from which the keys of a prompt's chunks are derived.  No I/O.
 
-What comes from an instance was checked only in its form.  Whatever is out of range here is left out.
+Messages of instances were checked only for their form, so this module ignores values that are out of range.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Envoy, which carries requests and answers: its configuration, its process, and the watcher inside it."""
+"""Envoy, which carries requests and answers: its configuration, its process, and our filter inside it."""

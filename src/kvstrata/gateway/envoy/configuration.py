@@ -1,6 +1,6 @@
 """The configuration of the Envoy that carries a gateway's requests, as `kvstrata gateway --print-envoy` prints it.
 
-gateway.yaml is its text; this module puts in what differs from gateway to gateway, and writes the file of the engines.
+gateway.yaml is the template; this module fills in the values of this gateway and writes the file of the engines.
 """
 
 from __future__ import annotations

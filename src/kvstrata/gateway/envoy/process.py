@@ -1,6 +1,6 @@
-"""The Envoy of a gateway: found, started, told of the engines, drained and ended.
+"""The Envoy of a gateway: finds its program, starts it, updates its engines, drains and ends it.
 
-It dies with this process (PR_SET_PDEATHSIG), and this process ends if it dies, so the keeper starts both again.
+Envoy dies with this process (PR_SET_PDEATHSIG), and this process ends if Envoy dies, so the keeper restarts both.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Requests that are split: one engine computes the prompt, and the one that answers gets the KV from there."""
+"""Requests that are split: one engine computes the prompt, and another one loads its KV and answers."""

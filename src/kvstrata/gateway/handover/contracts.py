@@ -1,18 +1,18 @@
-"""What a contract between two engines says: what one that computes a prompt is told, and the one that answers.
+"""The hand-over contracts: the `kv_transfer_params` of the engine that prefills a prompt, and of the one that decodes.
 
-`kvstrata`: content keys are the whole protocol.  Both engines get the request at once.  The connector of the one that
-computes promises the chunks of its prompt to their `lmcache-server`, and the one that answers waits there for them
-(`kvstrata.wait_ms`), or its server does at the other's instance (`kvstrata.from`).  It computes what does not come.
+`kvstrata`: content keys are the whole protocol.  Both engines get the request at once.  The prefilling engine's
+connector promises the chunks of its prompt to their `lmcache-server`, and the decoding engine waits there for them
+(`kvstrata.wait_ms`), or its server waits at the other's instance (`kvstrata.from`).  It computes chunks that do not
+arrive.
 
-`nixl`, vLLM's NixlConnector: the engine that answers reads the memory of the one that computes.  The latter answers
-first, and tells where its blocks lie; it keeps them until they are read, or for 30 s.  What it returns goes to the
-other one unread.
+`nixl`, vLLM's NixlConnector: the decoding engine reads the memory of the prefilling one, whose reply comes first and
+says where its blocks lie; it keeps them until they are read, or for 30 s.  The gateway passes that reply on unread.
 
-`mooncake`, vLLM's MooncakeConnector: the engine that computes writes into the memory of the one that answers.  Both are
-told the same new number of the transfer, and the one that answers also the other's id, which changes whenever that
-starts: its bootstrap server tells it.  The one that computes keeps the blocks until they are fetched, or for 480 s, but
-only if its answer ended at one token, and not by a stop; vLLM would let the other one wait as long for blocks that are
-not there, so it answers later, and only then.
+`mooncake`, vLLM's MooncakeConnector: the prefilling engine writes into the memory of the decoding one.  Both get the
+same new transfer id; the decoding engine also gets the other's engine id, which changes at each start and comes from
+its bootstrap server.  The prefilling engine keeps the blocks until they are fetched, or for 480 s, but only if its
+answer ended at one token, and not by a stop.  vLLM would let the decoding engine wait just as long for absent blocks,
+so that engine gets the request only after such an answer.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Sends prompts to the engines that compute them for others.
 
-    begin ──▶ sent ──▶ computed        or refused, unreachable, broken, late, cancelled: counted, told in the decision
+    begin ──▶ sent ──▶ computed        or refused, unreachable, broken, late, cancelled: counted, noted in the decision
 
 A leg is the client's request with one token to generate, or its token ids where they are known.  It ends with the
-client's request at the latest: the connection is closed, and the engine stops working on it.  Whatever comes of it, the
-engine that answers computes what it did not get.
+client's request at the latest: the connection is closed, and the engine stops working on it.  Whatever its outcome, the
+engine that answers computes the tokens whose KV it did not get.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""An endpoint picker: Envoy asks which engine gets a request, and carries the request there itself."""
+"""An endpoint picker: Envoy asks which engine gets a request, then forwards the request itself."""

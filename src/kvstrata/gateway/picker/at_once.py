@@ -1,6 +1,6 @@
-"""Runs coroutines up to their first wait without a task, which costs 30 µs; mostly a choice waits for nothing.
+"""Runs coroutines up to their first wait without a task (which would cost 30 µs); most choices never wait.
 
-asyncio.timeout needs a task: what may be run like this waits for `in_task` before.
+asyncio.timeout needs a task, so a coroutine that uses it awaits `in_task` first.
 """
 
 from __future__ import annotations

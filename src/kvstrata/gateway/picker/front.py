@@ -1,8 +1,8 @@
 """Answers the questions of this gateway's own Envoy (ext_authz) over HTTP/1.1 on a unix socket.
 
-    /choose/PATH     where a request to PATH goes: 200 with headers for Envoy, or the refusal that the client gets
-    /enter/PATH      whether the sender of a long request is known: 200, or the refusal that the client gets
-    /v1/models …     what clients may ask of the gateway itself, which Envoy passes on here
+    /choose/PATH     the engine of a request to PATH: 200 with headers for Envoy, or the refusal for the client
+    /enter/PATH      authenticates the sender of a long request: 200, or the refusal for the client
+    /v1/models …     clients' requests that the gateway itself answers; Envoy passes them on
     /healthz         whether this process answers
 
 Only Envoy reaches the socket, whose folder is closed to others.  Heads and bodies are bounded all the same, and a head

@@ -1,4 +1,4 @@
-"""Envoy's messages (ext_proc v3, access log v3), as far as the picker makes and reads them.
+"""Envoy's messages (ext_proc v3, access log v3): the subset that the picker sends and reads.
 
 Only this module and the server import the extra `picker`.
 """

@@ -1,10 +1,10 @@
 """The picker's gRPC port for Envoys that others run: ext_proc, their access log, and gRPC's health checks.
 
-    headers ─▶ body ─▶ choice ─▶ the body goes on ─▶ … the stream ends with the request
+    headers ─▶ body ─▶ choice ─▶ the body is forwarded ─▶ … the stream ends with the request
 
-A stream carries one request up to its choice.  The answer passes this process by: the access log tells of its tokens
-and its end, and of each request that runs every second.  Where no log is sent, a request counts as ended after
-UNLOGGED_S, since Envoy opens the log's stream with its first line only.
+A stream carries one request up to its choice.  The answer does not pass through this process: the access log reports
+its tokens and its end, and each running request once a second.  Where no log is sent, a request counts as ended after
+UNLOGGED_S, since Envoy opens the log's stream only with its first line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the engines' own caches hold, by the KV events that they publish.
+"""The content of the engines' own caches, from the KV events that they publish.
 
 zmq_watcher.py (one thread: sockets, numbers) ─▶ cache.py (an engine's blocks) ─▶ the registry ─▶ knowledge.py (loop)
 """

@@ -1,17 +1,17 @@
-"""The blocks in one engine's own cache, as its events tell them, in the registry of all engines.
+"""Applies the KV events of one engine to the registry of all engines' cached blocks.
 
-vLLM encodes a batch of events as a msgpack array [time, events, rank] and each event as a tagged map.  Fields that
-nothing here needs are left out; fields of newer versions are ignored.
+vLLM encodes a batch of events as a msgpack array [time, events, rank] and each event as a tagged map.  Fields that are
+not needed, and fields of newer versions, are ignored.
 
-1. A block counts once for each time that it was stored: engines store it twice if two requests compute it at once, and
-   tell each removal.
-2. After a loss of events everything is forgotten: the engine sends it again (zmq_watcher.py), or our connector
-   announces it again.
+1. A block is counted once for each time that it was stored: engines store it twice if two requests compute it at once,
+   and announce each removal.
+2. After a loss of events all blocks of the engine are forgotten: the engine replays its events (zmq_watcher.py), or our
+   connector announces the blocks again.
 3. A block whose parent is unknown, because it was stored before this gateway listened, has no key; it is counted as an
    orphan and otherwise left out, as are its children.
-4. At most MAX_BLOCKS blocks; beyond them everything is forgotten.
+4. At most MAX_BLOCKS blocks are kept; at one more, all blocks of the engine are forgotten.
 
-Events of other media than the engine's own (GPU) are left out: controllers tell what lies in L1 and L2.
+Events about media other than the engine's own (GPU) are ignored: controllers report the chunks in L1 and L2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the loop asks of the engines' caches: which of them have how much of a prompt, and how sure that is."""
+"""The loop's queries to the engines' caches: how much of a prompt each engine has, and how certain that is."""
 
 from __future__ import annotations
 

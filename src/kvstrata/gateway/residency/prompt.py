@@ -1,7 +1,7 @@
-"""The keys of a prompt's blocks: chains over tokens and over what else decides a block's KV.
+"""The keys of a prompt's blocks: chained hashes of the tokens and of everything else that decides a block's KV.
 
-They are the gateway's own; the engines' hashes are mapped to them (cache.py) and never computed.  A key is 32 bytes,
-of which the registry holds the first 8.
+The keys are the gateway's own; the engines' hashes are mapped to them (cache.py) and never computed.  A key is 32
+bytes, of which the registry holds the first 8.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where an engine publishes its KV events, by its own answer or by the settings."""
+"""Finds where an engine publishes its KV events: from its own reply, or from the settings."""
 
 from __future__ import annotations
 

@@ -1,21 +1,21 @@
-"""The thread that hears the KV events of all engines: their sockets, replays and time limits.
+"""The thread that receives the KV events of all engines: their sockets, replays and time limits.
 
-Batches are numbered from 0 in each life of an engine.  The publisher keeps the last ones and sends them again from a
-number on (a replay).
+Batches are numbered from 0 in each run of an engine.  The publisher keeps the last ones and sends them again from a
+given number on (a replay).
 
     joining ──replay from 0──▶ in order ──gap, or silence──▶ asking ──replay from the next number──▶ in order
        ▲                          │
-       └── forget ── a new connection, perhaps to another life of the engine
+       └── forget ── a new connection, perhaps to another run of the engine
 
 1. Batches are applied in the order of their numbers, each once.
-2. Batches that cannot be had again mean that everything is forgotten.
-3. The loop hands over engines and corrections by `post`; the thread alone changes the caches.
-4. A replay has a socket of its own, so that nothing of an earlier one that took too long is mistaken for it.
-5. An engine that floods delays the others by one turn, and fills no memory: what it publishes waits at the engine,
-   whose publisher drops what nobody takes.  What it sends again is taken off the wire at once, since vLLM 0.32 drops
-   without a word what its socket cannot hold; above REPLAY_QUEUED messages the rest waits.
-6. A defect ends the hearing of one engine: what was known of it is forgotten, and after a pause, which doubles, it
-   joins anew.
+2. If missed batches cannot be replayed, all blocks of the engine are forgotten.
+3. The loop hands over engines and corrections by `post`; only this thread changes the caches.
+4. A replay has a socket of its own, so that late messages of an earlier replay are not mistaken for it.
+5. An engine that floods delays the others by one turn, and fills no memory: its messages wait at the engine, whose
+   publisher drops what is not received.  Replayed batches are received at once, since vLLM 0.32 silently drops what its
+   socket cannot hold; above REPLAY_QUEUED messages the rest waits.
+6. A defect of ours ends the subscription to one engine: its blocks are forgotten, and after a pause, which doubles, the
+   thread subscribes again.
 """
 
 from __future__ import annotations

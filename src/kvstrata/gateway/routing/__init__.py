@@ -1,1 +1,1 @@
-"""Which engine gets a request: pure decisions over measured rates, own queues and what is known of cached KV."""
+"""The choice of a request's engine: pure functions of measured rates, the gateway's queues and the known cached KV."""

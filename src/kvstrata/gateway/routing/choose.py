@@ -2,7 +2,7 @@
 
 1. Equal inputs give equal decisions, in any order of the engines.
 2. Near-ties are decided by a hash of the request's id.
-3. Nothing is read but the arguments, and nothing is changed: the caller that sends the request reserves its tokens.
+3. Only the arguments are read, and nothing is changed: the caller that sends the request reserves its tokens.
 4. Engines that cannot win are priced by a lower bound of their cost only, and the chosen one exactly.
 """
 

@@ -1,6 +1,6 @@
-"""What a routing decision is made from, and the decision. All of it encodes to JSON, so a decision can be replayed.
+"""The inputs of a routing decision, and the decision. All of them encode to JSON, so a decision can be replayed.
 
-Seconds are of one monotonic clock, the caller's; tokens are of the prompt, counted from its start.  `EngineState` is
+Times are seconds of the caller's monotonic clock; token counts are of the prompt, from its start.  `EngineState` is
 changed in place by its owner, which is `queues.Queue`; `choose` only reads.
 """
 

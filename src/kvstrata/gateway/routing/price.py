@@ -1,35 +1,36 @@
-"""What a request costs at an engine, in seconds, alone or with another engine that computes its prompt.
+"""The cost of a request at an engine, in seconds, alone or with another engine that computes its prompt.
 
-For an engine D that answers, with prefill rate μ, and a way of having h of n tokens, u = n - h of which are computed:
+For an engine D that answers, with prefill rate μ, that has h of n tokens (u = n - h are computed):
 
     alone   TTFT + SHARE · (o · t + R_run · u/μ) + MISSED_S · misses            TTFT = Q + x(h) + u/μ
     split   max(TTFT(P), Q) + HANDOVER_S + load + rest/μ
             + SHARE · (o · t + R_run(P) · u/μ(P) + R_run · rest/μ) + MISSED_S · misses
 
-Q: seconds of work before it; x: seconds to load what is not in its cache; o: expected tokens of the answer; t: seconds
-of an answer's token, once it is there; R_run: requests that have their first token, which wait while a prompt is
-computed.  Without these terms the engine that holds a popular prefix would get every request.
+Q: seconds of work queued before it; x: seconds to load the tokens that are not in its cache; o: expected tokens of the
+answer; t: seconds per token of the answer, with this request running; R_run: requests that have their first token,
+which wait while a prompt is computed.  Without these terms the engine that holds a popular prefix would get every
+request.
 
-The ways are the engine's own cache alone, or a load of a longer prefix from a tier that it has a path to.  A prefix
-counts by the probability that it is still there:
+The h tokens come from the engine's own cache alone, or by a load of a longer prefix from a tier that it can reach.  A
+prefix counts by the probability that it is still there:
 
     exact          1
     degraded       exp(-age / block life)
     predicted      1, after the seconds until the request in flight has computed it
     unconfirmed    1 until UNCONFIRMED_S, then 0
 
-Replicas: u counts what lies before the end of the longest prefix that any engine has by 1 / (1 + k / N), where k
-requests in flight begin with it at N engines: another copy of it serves the next ones.
+Replicas: let the longest prefix that any engine has be the start of k requests in flight at N engines.  Tokens of u
+that lie within it are weighted by 1 / (1 + k / N), since another copy of it serves the next requests.
 
-Classes of service count by the number of requests that are expected to miss them: the request itself, by how likely its
-first token is to be late and its answer to be stalled, and those in flight beside it, by how much likelier its prompt
-and its answer make that (model.Classes).
+Classes of service count by the expected number of requests that miss them: the request itself, by the probability that
+its first token is late or its answer stalls, and those in flight beside it, by how much its prompt and answer increase
+that probability (model.Classes).
 
-One pass over all engines tells what each costs at least; what classes, ways and splits add is only found out for those
-whose bound is not above the best cost so far, so the choice is that of a search over all.  What P costs is taken not to
-depend on D, so that D's best P is the best of its instance or of all: where D's queue is longer than P's, or a class
-limits the first token, another pair may cost a little less.  Between two hosts the transfer adds what of it is not done
-while the prompt is computed.
+One pass over all engines computes a lower bound of each engine's cost; the terms for classes, tiers and splits are
+computed only for engines whose bound is not above the best cost so far, so the result is that of a full search.  P's
+cost is assumed to be independent of D, so D's best P is the best of its instance or of all: where D's queue is longer
+than P's, or a class limits the first token, another pair may cost a little less.  Between two hosts, the part of the
+transfer that does not overlap with computing the prompt is added.
 """
 
 from __future__ import annotations

@@ -1,31 +1,32 @@
-"""What was sent to one engine, and how fast it computes: the router's own picture, exact at once and never polled.
+"""The router's own account of one engine: the requests that it sent there, and how fast the engine computes them.
 
     send ──▶ waiting ──first_token──▶ running ──end──▶ gone          end may come first
-    hold ──▶ held ──begin──▶ waiting      another engine computes the prompt: it takes no time of this one's yet
+    hold ──▶ held ──begin──▶ waiting      another engine computes the prompt: it takes no time here yet
 
-The backlog of an engine is the uncached tokens of its waiting requests, less what it has computed of them since: it
-computes the oldest first, at its measured rate.  A first token corrects the guess: the backlog then has all tokens of
-the requests that still wait, less what was computed beyond the request that came, if that was not the oldest.
+The backlog of an engine is the uncached tokens of its waiting requests, less an estimate of those computed since: the
+oldest first, at its measured rate.  A first token corrects the estimate: the backlog then consists of all tokens of the
+requests that still wait, less those computed beyond the request with the first token, if that was not the oldest.
 
-An engine that computes one prompt and has the next at hand is never idle, and with continuous batching many short
+An engine that computes one prompt and has the next in its queue is never idle, and with continuous batching many short
 prompts share its next step.  So it *has room* for a further prompt as long as, of those that this router sent it,
 
     fewer than `AT_HAND` wait for their first token, or
     these take at most so many seconds, by its rate and by all their tokens that are not cached.
 
-Before any rate is measured it gets `UNMEASURED` prompts, and then none until all have their first token, which measures
-it.  The estimated backlog does not make room: room comes with first tokens and ends.  The exception are answers that
-come whole, whose first byte tells nothing of their prompt: such a prompt takes room until its first token was expected.
+Before its rate is measured, an engine gets `UNMEASURED` prompts, and then none until all have their first token, which
+gives the rate.  The estimated backlog does not make room: only first tokens and ends do.  The exception are answers
+without streaming, whose first byte says nothing about their prompt: such a prompt takes room until its first token was
+expected.
 
-Its speed is timed over *periods* in which some prompt waits, since prompts share steps: a short prompt whose step a
+Its speed is measured over *periods* in which some prompt waits, since prompts share steps: a short prompt whose step a
 long one joined seems slow, and the long one behind it seems fast.  A long period is cut at a first token of the prompt
-that waited longest, so that no long prompt is half computed beside it; at least FIRST_TOKENS came since the last cut,
-in GAPS times the longest time between two of them.  Each part that ends at a cut is a sample, and a period without a
-cut; what remains after the last cut is none, since it was partly computed before.
+that waited longest, so that no long prompt is half computed beside it, and only if at least FIRST_TOKENS first tokens
+came since the last cut, over GAPS times the longest time between two of them.  Each part that ends at a cut is a
+sample, and so is a period without a cut; the rest after the last cut is not, since it was partly computed before.
 
 1. Each counter of an engine is the sum over its requests in flight; without requests all are zero, and so is the
    backlog, whatever the order of the calls.
-2. A call that repeats what was said before changes nothing.
+2. Calls are idempotent: a repeated call changes nothing.
 3. The backlog is at least 0 and at most `prefill_tokens`.
 """
 

@@ -1,22 +1,23 @@
-"""How fast engines are: seconds of a prompt, seconds of an answer's token, and how long answers are.
+"""Estimates how fast engines are: seconds per prompt, seconds per token of an answer, and the length of answers.
 
     seconds of prompts = f · (a + b · R + (1 / μ + c · R) · u)     R: running requests, u: tokens that were computed
     seconds a token    = f · (α + β · R + γ · p)                   R: requests in flight, p: prompt tokens computed
                                                                    meanwhile for each of the answer's tokens
-The terms hold for all engines, f is one engine's deviation from them, for prompts and for answers apart.  Without the
-last term of an answer, prompts computed beside it would count as the answer's.
+The terms are common to all engines; f is one engine's deviation from them, separate for prompts and answers.  Without
+the last term of answers, the time of prompts computed beside an answer would be attributed to the answer.
 
-1. Terms follow from least squares of the relative errors, with each engine's f taken out of its observations, each of
-   which weighs KEPT of the next one.  No term is negative.  Where observations do not tell whether tokens or something
-   constant takes the time, tokens do.
-2. f is 1 unless more of an engine's newest ratios of observed to expected are above 1, or below, than chance explains;
-   then it is their median.  Engines that are alike must not seem to differ, or the one that seems fastest gets every
-   prompt: believing single samples cost a tenth of the 99th percentile of a real trace.
-3. Samples of prompts whose answers came whole have the time of the answer in them.  They count only as long as there
-   are no others, of any engine.
-4. Before the first sample the rate of prompts is `assumed_tokens_s`; until FEWEST answers were observed nothing is
-   known of tokens, and decoding costs nothing.
-5. An answer's expected length is the mean of its model's answers, the newer weighing more; for a new model that of all.
+1. Terms are fitted by least squares of the relative errors, with each engine's f divided out of its observations, each
+   of which weighs KEPT of the next one.  No term is negative.  Where observations cannot separate a time per token from
+   a constant time, the tokens get it.
+2. f is 1 unless more of an engine's newest ratios of observed to expected time are above 1, or below, than chance
+   explains; then it is their median.  Equal engines must not seem to differ, or the one that seems fastest gets every
+   prompt: trusting single samples cost a tenth of the 99th percentile of a real trace.
+3. Samples of prompts whose answers are not streamed include the time of the answer.  They count only as long as no
+   engine has other samples.
+4. Before the first sample the rate of prompts is `assumed_tokens_s`; until FEWEST answers were observed, the time per
+   token is unknown and decoding costs nothing.
+5. An answer's expected length is the mean of its model's answers, weighted towards new ones; for a new model, the mean
+   of all models.
 """
 
 from __future__ import annotations

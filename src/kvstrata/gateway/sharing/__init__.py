@@ -1,1 +1,1 @@
-"""What gateways before the same engines tell each other."""
+"""The messages between gateways in front of the same engines."""

@@ -1,12 +1,12 @@
-"""What the other gateways have told: their requests in the engines' queues, and the prefixes that they sent.
+"""Applies the messages of other gateways: their requests in the engines' queues, and the prefixes that they sent.
 
-    unknown ─▶ heard ──silent for SILENT_S──▶ forgotten        a gateway that is heard again begins anew
+    unknown ─▶ known ──silent for SILENT_S──▶ forgotten        its next message makes it known anew
 
 1. A request of another gateway counts as one of ours in the queues and in the times of prompts, and never in the
    numbers of requests that this gateway has under way.
-2. When a gateway is forgotten, all its requests end; so do those of a range that it does not name.
+2. When a gateway is forgotten, all its requests end; so do those requests of a range that the range does not list.
 3. At most MAX_GATEWAYS are known, with MAX_FLIGHTS requests each; further ones are ignored and counted.
-4. Names of engines that this gateway does not have are ignored: gateways that share have the same names for them.
+4. Names of unknown engines are ignored: gateways that share must use the same names.
 """
 
 from __future__ import annotations

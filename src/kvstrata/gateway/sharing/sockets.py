@@ -1,11 +1,11 @@
-"""The sockets between gateways: each listens, and sends to each other one, with one secret for all.
+"""The sockets between gateways: each gateway listens and sends to all others; all share one CURVE secret.
 
-1. Nothing waits for another gateway: a frame for one that is gone, frozen or slow is dropped (rpc/zmq_link.py), and so
-   is one that arrives faster than it is handled (rpc/zmq_inbox.py).
-2. All gateways have the same CURVE secret, whose public key is no less secret: who does not have it can neither listen
-   in a gateway's place nor connect (rpc/zmq_curve.py, 2).
-3. All requests under way are told every TURN_S: it shows that this gateway lives, and mends what was lost.
-4. A name that stands for this gateway too leads to a link to itself, whose frames are ignored.
+1. Nothing waits for another gateway: a frame to a gateway that is gone, frozen or slow is dropped (rpc/zmq_link.py),
+   and so are frames that arrive faster than they are handled (rpc/zmq_server.py).
+2. The public key of the common CURVE secret is kept as secret as the secret itself: a process without it can neither
+   listen in a gateway's place nor connect (rpc/zmq_curve.py, 2).
+3. All requests under way are announced every TURN_S, which shows that this gateway is alive and repairs lost messages.
+4. If a name also resolves to this gateway, it gets a link to itself, whose frames are ignored.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""What gateways before the same engines tell each other: events as they happen, and now and then all that is under way.
+"""Sends to the other gateways this gateway's events as they happen, and from time to time all requests under way.
 
     Choosing ─▶ Teller ─▶ frames ─▶ each other gateway ─▶ Others ─▶ the engines' queues, Prefixes
 
     sent ─▶ running ─▶ answered        a request may end as `failed`, and before its first token
-    a range of numbers                 all requests of it that are under way: what was lost before is mended by it
+    a range of numbers                 lists all requests of the range that are under way, to repair lost events
 
-A frame is one msgpack array over CURVE (sockets.py); it names the life of the gateway that sent it, and says what
-became of requests in its order.  Prompts are named by the keys of their pieces (prefixes.py), which say nothing to
-somebody without the gateways' secret; no text, token, tenant or client is in it.
+A frame is one msgpack array over CURVE (sockets.py); it names the run of the sending gateway and has the events of
+requests in their order.  Prompts are named by the keys of their pieces (prefixes.py), which reveal nothing without the
+gateways' secret; a frame contains no text, token, tenant or client.
 
-1. No request waits for any of it.  A gateway that is told nothing knows what went through itself, as one gateway does.
-2. Telling only appends to a list of at most MAX_EVENTS; what does not fit is dropped and counted, and a range
-   mends the queues of the others later.
+1. No request waits for messages.  A gateway that receives none knows its own requests, like a single gateway.
+2. Sending only appends to a list of at most MAX_EVENTS; further events are dropped and counted, and a range later
+   repairs the queues of the others.
 3. A frame has at most MAX_FRAME_BYTES: a new one begins before an event that would not fit.
 """
 

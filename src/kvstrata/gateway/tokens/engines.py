@@ -1,9 +1,9 @@
-"""What engines tell of token ids: those of a prompt, whether they make of prompts what our own tokenizer makes of them,
-and whether they take ids from us.
+"""Asks engines about token ids: the ids of a prompt, whether they agree with our own tokenizer, and whether they accept
+ids from us.
 
-Each feature of prompts (prompts.py) is tried with each of some texts in each place: the engine's `/tokenize` must give
-the same ids for all of them.  Whether an engine hands contents to the template as text or as lists of parts shows in
-which of the two forms gives them.
+Each feature of prompts (prompts.py) is tried with several texts in each position: the engine's `/tokenize` must give
+the same ids as ours for all of them.  An engine hands contents to the template as text or as lists of parts; the form
+that gives equal ids is the engine's.
 """
 
 from __future__ import annotations

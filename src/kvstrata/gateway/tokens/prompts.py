@@ -1,8 +1,8 @@
-"""What a request's prompt is made of, as far as its token ids can be computed here.
+"""Reads the parts of a request's prompt from which its token ids can be computed here.
 
-A prompt's *features* are the parts of a chat template that it uses.  Each is verified by itself (verifying.py), since
-a template, or the engine around it, may treat one of them in its own way.  Whatever is not known to leave the prompt
-alone makes it `None`: unknown, never guessed.
+A prompt's *features* are the parts of a chat template that it uses.  Each is verified separately (engines.py), since a
+template, or the engine around it, may treat one of them in its own way.  A field that is not known to leave the prompt
+unchanged makes the prompt `None`: unknown, never guessed.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
     given as ids ─▶ own tokenizer, as far as each engine of the model agrees with it ─▶ an engine's /render ─▶ unknown
 
-With `pass_ids` the ids of a chat go on to the engine, whoever has told them, if it takes them.
+With `pass_ids` the ids of a chat, whatever their source, are sent to the engine if it accepts ids.
 
 Invariants
 1. A tokenizer's ids are given only for prompts with features on which each serving engine of the model agrees with it.
-2. A request waits for at most `deadline_ms`; work that was begun goes on, and helps the conversation's next turn.
-3. What engines report of prompts' lengths is compared.  A model whose ids are wrong again and again is degraded: its
-   prompts count as unknown until the settings are read again.
+2. A request waits for at most `deadline_ms`; work that was begun continues, and helps the conversation's next turn.
+3. The prompt lengths that engines report are compared with ours.  A model whose ids are wrong repeatedly is degraded:
+   its prompts count as unknown until the settings are read again.
 """
 
 from __future__ import annotations

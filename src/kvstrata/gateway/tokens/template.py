@@ -1,4 +1,4 @@
-"""Chat templates, rendered as transformers renders them and with the messages that vLLM gives it.
+"""Renders chat templates as transformers does, with the messages that vLLM passes to it.
 
 The template is the operator's own file; Jinja's sandbox keeps it from anything but text.
 """

@@ -1,19 +1,18 @@
 """A model's own tokenizer: its `tokenizer.json` and chat template, read from a local folder.
 
-A tokenizer says what *it* makes of a prompt.  Whether an engine makes the same of it is verifying.py's to find out.
+It gives its *own* ids of a prompt; engines.py verifies whether an engine computes the same.
 
-A text is cut so that the parts' tokens are those of the whole, and what a part has become is remembered.
-A tokenizer first looks for its added tokens in the raw text, from left to right, and takes the longest where several
-begin.  What lies between two of them is tokenised by itself.  So a text may be cut before each occurrence of an added
-token that is *certain*: whatever stands around it, it is found there.  That holds for a token T if
+A text is cut so that the parts' tokens, joined, are those of the whole, and the tokens of each part are cached.  A
+tokenizer first searches its added tokens in the raw text, from left to right, and takes the longest where several
+begin.  The text between two of them is tokenised separately.  So a text may be cut before each occurrence of an added
+token that is *certain*, that is, found whatever text surrounds it.  An added token T is certain if
 
-1. it is looked for in the raw text (`normalized` is off), anywhere (`single_word` is off), and takes no blanks from
-   around it (`lstrip` and `rstrip` are off);
-2. no other added token contains T, or ends with a beginning of T, and T itself does not end with a beginning of T:
-   then nothing that begins before T's occurrence, or with it, can cover a part of it.  Nothing that takes blanks
-   reaches into T, which begins and ends with none;
-3. each part begins with T, so that what a tokenizer does at the start of a text only (an added blank) is not done
-   to it.
+1. it is searched in the raw text (`normalized` is off), anywhere (`single_word` is off), and absorbs no blanks around
+   it (`lstrip` and `rstrip` are off);
+2. no other added token contains T or ends with a prefix of T, and T itself does not end with a prefix of T: then no
+   token that begins before T's occurrence, or at its start, can cover a part of it.  No token that absorbs blanks
+   reaches into T, since T begins and ends with none;
+3. each part begins with T, so that the special treatment of the start of a text (an added blank) does not apply to it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What an admin can see and do: status, explain, prewarm, clear, stranded sessions."""
+"""The admin operations of an instance: status, explain, prewarm, clear, stranded sessions."""

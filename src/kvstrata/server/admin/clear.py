@@ -1,4 +1,4 @@
-"""Clear: drop chunks of L1 (of one tenant or of all) or all of L2, so that no lookup finds them any more."""
+"""Clear: drops the chunks of one tenant or of all from L1, or all of L2, so that no lookup finds them any more."""
 
 from __future__ import annotations
 

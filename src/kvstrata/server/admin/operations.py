@@ -1,4 +1,4 @@
-"""The operations of an instance's admin port.  Each asks one part of the instance; none holds state or decides."""
+"""The operations of an instance's admin port.  Each calls one part of the instance; none keeps state or decides."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Prewarms: chunks of a prompt that are loaded from L2 before any request asks for them.
+"""Prewarms: load the chunks of a prompt from L2 before any request asks for them.
 
-A prewarm is listed from its start until `MAX_JOBS` younger ones are listed.  Its `reason` says why it loaded no more;
-it is empty when all chunks were loaded.
+A prewarm is listed from its start until `MAX_JOBS` newer ones are listed.  Its `reason` says why it stopped early; it
+is empty when all chunks were loaded.
 """
 
 from __future__ import annotations

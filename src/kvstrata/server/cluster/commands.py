@@ -1,4 +1,4 @@
-"""What this instance does when a controller has it carry out an operation (rpc/cluster_wire.py).
+"""Carries out the operations that a controller orders this instance to do (rpc/cluster_wire.py).
 
 Nothing here waits for a controller, and each operation uses a bounded share of the instance.
 """

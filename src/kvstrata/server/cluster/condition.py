@@ -1,4 +1,4 @@
-"""The condition of the instance, for its followers: how full its tiers are, its counters, and its engines' models."""
+"""The instance's condition, as reported to its followers: how full its tiers are, its counters, its engines' models."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""What this instance holds, tier by tier, as its followers read it: changes since a cursor, and whole lists.
+"""The chunks that this instance holds, tier by tier, for its followers: changes since a cursor, and complete lists.
 
-The pool notes the changes of L1 itself.  Tiers that take puts note theirs here (`News` of tiers/puts.py).  A tier is
-*own* if no other instance shares its medium.  An own tier whose adapter lists its keys is listed by the adapter, with
-records from before this start.  Of the others, the tags of the keys that were put or found since the start are kept
-here; so they are of *shared* tiers, whose media may be large and are not listed by each instance.
+The pool records the changes of L1 itself.  Tiers that accept puts record theirs here (`News` of tiers/puts.py).  A tier
+is *own* if no other instance shares its medium.  If the adapter of an own tier can list its keys, it makes the list,
+which includes records from before this start.  For all other tiers, the tags of the keys that were put or found since
+the start are kept here; these include *shared* tiers, whose media may be large and are not listed by each instance.
 
-Of each promise of the instance's engines, followers are told the first chunk, at once if they were told nothing for
-GATHER_S.  An entry for each chunk would double what they have to read, and an asker finds out from the instance itself
-how much of its prompt is promised.  At most MAX_PROMISED are told at a time, and PROMISES_S in a second, so promises
-push no other changes out of the ring: of others, other instances hear nothing and compute.
+Followers get only the first chunk of each promise of the instance's engines, at once if nothing was sent for GATHER_S.
+An entry for each chunk would double what they have to read, and an asker learns from the instance itself how much of
+its prompt is promised.  At most MAX_PROMISED promises are announced at a time, and PROMISES_S in a second, so that
+promises push no other changes out of the ring; for promises beyond that, other instances compute.
 
-Nothing is kept for a follower.  Changes are gathered for GATHER_S, so that an answer names many of them, and all polls
-that wait are answered together: one turn of the loop, and one reading of the changes for those at the same cursor.
+No state is kept for a follower.  Changes are collected for GATHER_S, so that an answer has many of them, and all
+waiting polls are answered together: in one turn of the loop, with one read of the changes for those at the same cursor.
 """
 
 from __future__ import annotations

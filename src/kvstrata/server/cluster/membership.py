@@ -1,14 +1,14 @@
-"""An instance as a member of a cluster: a link to each controller, and the parts that the links share.
+"""An instance's membership in a cluster: a link to each controller, and the parts that the links share.
 
 Rules:
 
-1. A controller can neither stop nor slow this instance: no request waits for anything here, every question has a
-   timeout, every queue a bound.  A follower that does not keep up lists everything anew.
-2. An operation is carried out once, when it is asked for.
-3. The instance registers with each of several controllers, and each follows it.  One of them leads: an operation with a
-   smaller (cluster id, token) than any of them has shown is refused.
+1. A controller can neither stop nor slow this instance: no engine's request waits for anything here, every message to a
+   controller has a timeout, every queue a bound.  A follower that does not keep up lists everything again.
+2. An operation is carried out once, when it arrives.
+3. The instance registers with each of several controllers, and each follows it.  One of them leads: an operation whose
+   (cluster id, token) is smaller than the greatest seen is refused.
 
-The link to one controller: cluster/link.py; what followers read: held.py, condition.py; operations: commands.py.
+The link to one controller: cluster/link.py; replies to followers: held.py, condition.py; operations: commands.py.
 """
 
 from __future__ import annotations

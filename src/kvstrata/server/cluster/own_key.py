@@ -1,12 +1,12 @@
-"""The keys of an instance as a member of a cluster: of its key file, of its user (rpc/zmq_curve.py), or open ones.
+"""The keys of an instance in a cluster: from its key file, its user's key (rpc/zmq_curve.py), or the open key.
 
 An instance without a key file proves its id to controllers by a key of its own, which only its user can read:
 
     $XDG_STATE_HOME/kvstrata/members/ID.key     beside the state of controllers: both survive a restart of the host
     SOCKET_DIR/member.key                       if the user has no such folder, or it cannot be written
 
-The key is made at the first start.  Controllers refuse an instance with a known id and another key, so whoever deletes
-the file has the id forgotten there too (`kvstrata ctl cluster remove ID`).
+The key is made at the first start.  Controllers refuse an instance with a known id and another key, so after deleting
+the file, remove the id there too (`kvstrata ctl cluster remove ID`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What recent requests had in common: the leading chunks that several of them asked for, and what these cost.
+"""Finds the shared prefixes of recent requests: leading chunks that several of them asked for, and their cost.
 
-The chains of the last lookups are kept, and sorted when a controller asks.  Where neighbours in that order begin to
-differ, a shared prefix ends, so one walk finds all of them.
+The chains of the last lookups are kept, and sorted when a controller asks.  A shared prefix ends where neighbours in
+that order begin to differ, so one walk finds all of them.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
-"""Makes the chunks that a lookup misses of records that engines of another geometry have stored.
+"""Makes the chunks that a lookup misses from records that engines of another geometry have stored.
 
     a lookup's hit ends in L1 ──▶ which geometry's records go on longest? ──▶ recut chunk by chunk ──▶ lease again
 
 Rules
-1. A record is made only of whole, verified records of the same chunk and the same identity, all of which are held
-   meanwhile; of anything else nothing is made, and the lookup goes on as if there were nothing.
+1. A record is made only from complete, verified records of the same chunk and the same identity, with holds on all of
+   them; without these, the lookup continues as if they did not exist.
 2. All work is done on a lane of its own with one thread.  It ends at the lookup's deadline, or when the lookup is
-   cancelled; what was made by then stays in L1, and a later lookup finds it.
-3. New records count for the tenant whose engine asks, and take room in L1 as chunks loaded from L2 do.  What cannot be
-   made is no error, nor is a mistake of ours while it is made: the hit is shorter.
+   cancelled; records made by then stay in L1, and a later lookup finds them.
+3. New records count for the tenant whose engine asks, and take space in L1 as chunks loaded from L2 do.  If a record
+   cannot be made, even through a mistake of ours, there is no error but a shorter hit.
 
-The geometries of each model's engines, and which records can be made of which.
+Geometries decide which records can be made from which.
 
 The *geometry* of an engine is the set of its slices: it follows from its tensor- and pipeline-parallel sizes, its block
 size and the order of axes in its blocks.  Engines with one LayoutIdentity have the same KV, whatever their geometries,
 so a chunk that one of them stored can be recut for another one (keys/recut.py).
 
-A geometry is known from when all processes of one of its engines have been attached at a time until the server ends:
-the records stay in L1 and L2 when the engine ends.  Another server knows it when such an engine attaches to it.
+A geometry becomes known when all processes of one of its engines are attached at the same time, and stays known until
+the server ends: the records stay in L1 and L2 when the engine ends.  Each server learns geometries by itself.
 """
 
 from __future__ import annotations

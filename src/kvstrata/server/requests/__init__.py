@@ -1,1 +1,1 @@
-"""The requests of clients, and the leases and reservations that they leave behind."""
+"""The requests of clients, and the leases, reservations and promises that outlive them."""

@@ -1,12 +1,12 @@
-"""Loads for a lookup what other instances have in their L2 tiers, or compute now (p2p/awaiting.py asks them).
+"""Loads for a lookup the chunks that other instances have in their L2 tiers or compute now (p2p/awaiting.py).
 
-    missing ─▶ controller: who has them on disks ─▶ the instance loads them into its L1 ─▶ they are read into ours
-            ─▶ controller: who computes them     ─▶ each is read once it is stored, while the next one is awaited
+    missing ─▶ controller: who has them in L2 ─▶ that instance loads them into its L1 ─▶ they are read into ours
+            ─▶ controller: who computes them  ─▶ each is read once it is stored, while the next one is awaited
 
-What an instance has in L1 is no concern of this module: the tier of peers loads it as any other tier does.
+Chunks in the L1 of another instance are loaded by the tier of peers, as by any other tier.
 
-Requests do not wait for each other in a circle.  Within an instance a lookup waits for older promises only.  If its own
-engine has promised the chunks, it waits for instances of a smaller id only; and if it has not, nobody waits for it.
+Requests never wait for each other in a cycle.  Within an instance a lookup waits for older promises only.  If its own
+engine has promised the chunks, it waits only for instances with a smaller id; if it has not, no lookup waits for it.
 """
 
 from __future__ import annotations

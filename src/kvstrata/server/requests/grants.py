@@ -1,15 +1,15 @@
-"""What requests have left behind: leases of lookups, reservations of reserves, and promises, by session and number.
+"""The grants of past requests: leases of lookups, reservations of reserves, and promises, by session and number.
 
     lookup, reserve ─▶ granted ─┬─▶ released, committed, aborted
                                 ├─▶ ended: cancelled by its process, or not named in a `resume`
                                 └─▶ process_gone
 
-The pool knows tickets; processes know (session, seq).  `Process.grants` has what the process itself still
-holds.  A `Lease` belongs to a whole engine.  Each process's share ends by its own release or its death.  The lease's
-name ends with the last share, even if the process that looked up is long gone.
+The pool names grants by ticket, processes by (session, seq).  `Process.grants` has the grants that the process itself
+still holds.  A `Lease` belongs to a whole engine.  Each process's share ends by its own release or its death.  The name
+of a lease is valid until the last share ends, even if the process that looked up is long gone.
 
-A lease that no process has begun to use may be *revoked*: the process that looked up is asked to give it back, again
-and again until it gives it back, hands it on, or dies.  A revoke by itself frees nothing.
+A lease that no process has begun to use may be *revoked*: the process that looked up is asked repeatedly to release it,
+until it releases it, hands it to the workers, or dies.  A revoke by itself frees nothing.
 
 Invariants:
 

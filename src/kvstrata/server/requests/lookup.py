@@ -3,8 +3,8 @@
     lease ── all chunks are in L1 ──▶ reply
       │ the next chunks are adopted and not verified yet     verify them on a lane, lease again
       │ L1 has the next chunks in another geometry           recut them (server/recuts), lease again
-      │ the next chunks are not in L1, and there is an L2    load until the deadline, lease again
-      │ another instance has them on disk, or computes them  read what comes (elsewhere.py), lease again
+      │ the next chunks are not in L1, and L2 is configured  load until the deadline, lease again
+      │ another instance has them in L2, or computes them    read them (elsewhere.py), lease again
       │ another engine computes the next chunks              wait for them (promises.py), lease again
       ▼
     reply with the chunks leased by then
@@ -17,12 +17,10 @@ Rules:
 3. While a lookup waits for more chunks it keeps its first lease, so that the chunks it has found are not evicted.
 4. A ticket always has an owner that will end it: this coroutine, `Grants`, or a callback on a lane's future.
 5. When leases cover as much of L1 as they may, the oldest leases that no process has begun to use are revoked.  This
-   lookup is answered without waiting for that; a later one may use the room.
+   lookup is answered without waiting for that; a later one may use the space.
 
-The tails that a lookup names: which of them follows the chunks that are present, and its lease.
-
-A lease covers the leading chunks and one tail as if the tail were one more chunk.  The tails that count are those of
-the chunk behind the last one present, the most wanted first.
+A lookup may name tails.  A lease covers the leading chunks and one tail, as if the tail were one more chunk.  Only the
+tails of the chunk after the last one present are considered, in the order of the caller's preference.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Clients of this host without a row: any program of our user with an ordinary ZeroMQ DEALER.
 
-They map no memory, hold nothing, and may ask what needs neither: `identify`, `lookup` as a count without a lease,
-`retrieve` of bytes, and `ping`.  Everything else is refused by name.  With a tenants file they see the unnamed tenant
-alone.
+They map no memory and hold no grants, so they may only send `identify`, `lookup` (a count without a lease), `retrieve`
+(which returns bytes) and `ping`; any other request is refused by name.  With a tenants file they can access the unnamed
+tenant only.
 """
 
 from __future__ import annotations

@@ -3,24 +3,24 @@
     promised ─┬─▶ withdrawn  its engine has stored the chunks, or will not
               └─▶ process_gone
 
-A promise has no bytes in L1 and no claim on any: it says who is at work on which chunks.  It ends by the word or the
-death of the process that gave it, never by a clock, so it may outlive a stopped process.  What a lookup waits for is
-chunks in L1; that the promise ends tells it not to wait any longer.
+A promise reserves nothing in L1: it only says which process computes which chunks.  That process ends it by a message
+or by its death, never a clock, so a promise of a stopped process stays.  A lookup waits for chunks in L1; the end of
+the promise makes it stop waiting.
 
     lookup ── its next chunk is promised by another engine ──▶ waits ─┬─▶ ready   L1 has what was promised of the prompt
-                                                                      ├─▶ broken  the promise ended before
-                                                                      ├─▶ late    it has waited as long as it may
+                                                                      ├─▶ broken  the promise ended before that
+                                                                      ├─▶ late    the lookup's waiting time is over
                                                                       └─▶ soon    the rest is expected in less time
                                                                                   than the copy takes; see `Early`
 
 Invariants
 1. A promise is here exactly as long as it is in its process's grants.
-2. A lookup waits only for promises of other engines, and only for those that were given before it arrived.  So a
-   request may be promised and wait itself, and no two wait for each other.  A lookup that expects a promise waits for
-   later ones too; its request has promised nothing.
-   A peer waits for lookups that expect a promise, so it waits for any.
-3. The index in shared memory says whether any promise may stand, here or at a peer. While none does, an engine that
-   finds nothing there need not ask the server, and one that has its server for itself need promise nothing.
+2. A lookup waits only for promises of other engines, and only for those that were made before it arrived.  So the
+   chunks of a waiting request may be promised too, and no two requests wait for each other.  A lookup that expects a
+   promise waits for later ones too; its request has promised nothing.  Lookups of peers wait for any promise, since
+   they stand for lookups that expect one.
+3. The index in shared memory says whether any promise may exist, here or at a peer.  While none does, an engine that
+   finds no chunks there need not ask the server, and an engine that is alone at its server need not promise.
 """
 
 from __future__ import annotations

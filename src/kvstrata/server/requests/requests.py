@@ -1,4 +1,4 @@
-"""Answers requests: each message gets one reply, whatever it holds.
+"""Answers requests: each message gets one reply, whatever its content.
 
     message ─▶ decode ─▶ verb ─▶ reply
                   │        └─▶ a task, with the request's deadline ─▶ reply
@@ -7,10 +7,10 @@
 Rules:
 
 1. Every message gets one reply: its outcome or an error.  A request that takes time is answered when it ends, when its
-   process stops it, or at its deadline.
-2. The connection says who asks (server/listener.py).  A connection without a row is answered by plain.py.
-3. A process numbers its requests upwards, so that the number of a lookup or reserve is the name of what it was granted.
-   A request that fails or was stopped leaves nothing behind under its number.
+   process cancels it, or at its deadline.
+2. The connection identifies the sender (server/listener.py).  A connection without a row is answered by plain.py.
+3. A process numbers its requests upwards, so that the number of a lookup or reserve is the name of its lease or
+   reservation.  A request that fails or was cancelled leaves no grant under its number.
 4. A ping or an error touches only memory of this process.
 5. Only here does an unexpected exception become a reply (`internal`); the log has the trace.
 6. When `on_gone` returns, the process has no running request, no reservation, and no share of a lease.

@@ -1,11 +1,11 @@
 """The verbs of writers: reserve extents, commit or abort them; and report chunks that look corrupt.
 
-reserve ─▶ Reservation with its open chunks ─┬─ commit, item by item ─▶ visible: history and store controller hear it
+reserve ─▶ Reservation with its open chunks ─┬─ commit, item by item ─▶ visible: history and store controller notified
                                              └─ abort, item by item
-With its last open chunk a reservation ends (grants.py).
+A reservation ends with its last open chunk (grants.py).
 
-All sessions of one process may have as many bytes reserved as one session, and all with one token 1/TOKEN_SHARE of L1;
-but an owner that has none may reserve one chunk, however long it is, as in the pool.
+All sessions of one process together may reserve as many bytes as one session, and all sessions with one token
+1/TOKEN_SHARE of L1; but an owner without reservations may reserve one chunk of any length, as in the pool.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """vLLM's HTTP interface over a simulated engine (ASGI).
 
-A request ends in the engine when its client goes, whether it streams or not: each handler waits for its answer and for
-the client's end at once.
+A request ends in the engine when its client disconnects, whether it streams or not: each handler waits for the answer
+and for the disconnect at the same time.
 """
 
 from __future__ import annotations

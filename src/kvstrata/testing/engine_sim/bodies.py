@@ -1,7 +1,7 @@
-"""Bodies of requests to the simulated engine, and what they ask of it.
+"""Parses the bodies of requests to the simulated engine.
 
 Fields that change nothing about time or tokens (temperature, penalties, …) are accepted and ignored, like those that
-vLLM does not know.  Fields whose effect is missing here are refused.
+vLLM does not know.  Fields whose effect is not simulated are refused.
 
 A token is a byte of UTF-8, or an id that the client gives.
 """

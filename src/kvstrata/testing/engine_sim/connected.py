@@ -2,11 +2,12 @@
 
 It calls the connector as vLLM 0.32 does with its default, asynchronous scheduling, in which loads never delay a step:
 
-1. A waiting request is admitted once the connector has told how many tokens beyond the engine's own can be loaded.  If
-   it is any, the request gets blocks for its whole prompt, which nobody can find, and is admitted after the load.
-2. Blocks are found by other requests only after their load has ended, as far as it went well.
-3. Blocks of a request that has ended stay its own while the connector reads or writes them.
-4. Without tokens to compute, a step of IDLE_PS follows the last while the connector has news to give.
+1. A waiting request is admitted once the connector has said how many tokens beyond the engine's own can be loaded.  If
+   the number is above 0, the request gets blocks for its whole prompt, which no other request can find, and is admitted
+   after the load.
+2. Other requests find the loaded blocks only after the load has ended, and only those that it loaded successfully.
+3. Blocks of a request that has ended stay allocated while the connector reads or writes them.
+4. Without tokens to compute, steps of IDLE_PS follow each other while the connector has outcomes to report.
 
 A step takes its computed time and the time that the connector's calls at its beginning took in this process: so this
 engine lives in real time only, and the core's other promises about time do not hold.

@@ -1,4 +1,4 @@
-"""What the answers of both APIs look like: as one JSON object, and as a stream of server-sent events.
+"""Formats the answers of both APIs: as one JSON object, and as a stream of server-sent events.
 
 A stream is `opening`, then `delta` for each piece of text, then `closing`.  Every method returns the bytes to send.
 """

@@ -6,8 +6,8 @@ fit before a request is admitted):
 1. A step first serves the requests that run, in the order of their admission, then admits waiting ones while the
    step's tokens, `max_num_seqs` and the free blocks allow.
 2. If a running request gets no block, the one admitted last is preempted: it loses its blocks, waits before all others,
-   and computes its prompt and what it had answered again, less what it finds.  Then nobody is admitted in this step.
-3. Blocks can be found from the moment in which the step that fills them is scheduled, also by requests of that step.
+   and computes its prompt and its answer so far again, less the cached part.  Then this step admits no request.
+3. Blocks can be found as soon as the step that fills them is scheduled, also by requests of that step.
 4. At least the last known token is computed, so a lookup is for all tokens but that one.
 
 Times are picoseconds from an origin that the caller chooses.  A step begins only once `advance` is called with a later

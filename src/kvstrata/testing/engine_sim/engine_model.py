@@ -1,12 +1,12 @@
-"""What a simulated engine can hold and how long its steps take.
+"""The capacity of a simulated engine, and how long its steps take.
 
 A step takes
 
     step_us + prefill_token_us × prefill tokens + prefill_pair_us × (prefill token, token that it attends to) pairs
             + decode_sequence_us × decoding sequences + decode_context_token_us × tokens that these attend to
 
-whatever else shares it: prefill and decode share one step, so each delays the other.  Times become whole picoseconds
-before they are added, so that many steps can be added at once and give exactly what one after the other gives.
+Prefill and decode share one step, so each delays the other.  Times are rounded to whole picoseconds before they are
+added, so that adding many steps at once gives exactly the same sum as adding them one by one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A simulated engine in real time, on the loop of the calling thread.
 
 The engine's times are those of a monotonic clock, `speed` times as fast.  A step ends when a timer fires; if the timer
-is late, the next step has begun nevertheless when the last one ended, so that lateness does not add up.
+is late, the next step still begins when the last one should have ended, so that lateness does not add up.
 """
 
 from __future__ import annotations

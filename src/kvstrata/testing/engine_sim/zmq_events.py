@@ -3,7 +3,7 @@
 A message has three frames: topic, sequence number (8 bytes, big-endian, from 0), batch.  A replay request has an empty
 frame and the first wanted number; the answer is the kept batches from there on, and one with the number -1.
 
-vLLM looks at the replay socket only between batches or after 0.1 s; here it is looked at once a message is there.
+vLLM polls the replay socket only between batches or after 0.1 s; here a replay request is answered when it arrives.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Adapter hosts: a child process for an SDK that may hang or crash (`parent`, `channel`, `child`, `process`)."""
+"""Adapter hosts: a child process for an SDK that may hang or crash (`parent`, `frames`, `child`, `process`)."""

@@ -2,19 +2,19 @@
 are descriptors.
 
 It maps the pool's extents, makes and opens the adapter that Configure describes, passes batches from the channel
-(frames.py) to it, and their outcomes back.  The adapter sees what it would see in the server: an event loop, a
+(frames.py) to it, and their outcomes back.  The adapter has the same environment as in the server: an event loop, a
 context, items with holds.
 
 Invariants
-1. It ends with its server: the kernel kills it then, and a closed channel ends it too.
+1. It ends with its server: the kernel kills it, and a closed channel ends it too.
 2. It keeps no descriptor of the pool except that of sessions.lock, on which it has a shared lock of HOSTS_BYTE.  That
    lock outlives every thread that can touch the extents, and no server adopts the pool while the lock is held.  Forks
    do not inherit the mapping.
 3. The drop of a hold is never reported before it happens.  It is reported with the answer of its batch if it happened
    before that answer was sent, else soon after the drop.
 4. Counters, remarks and the advertisement are checked every COUNT_S, and reported when they have changed.
-5. An exception of the adapter is reported and does not end this process (the plugin boundary).  It is left to the
-   server to notice a hang or a crash.
+5. An exception of the adapter is reported and does not end this process (the plugin boundary).  The server detects a
+   hang or a crash.
 """
 
 from __future__ import annotations

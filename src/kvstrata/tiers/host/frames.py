@@ -9,7 +9,7 @@ Invariants
 2. `read_answer` and `result_of` do not trust the host: they raise ChannelError for anything that is not exactly one
    valid message or result.  `read_request` runs in the host and trusts the server.
 3. Nothing here is pickled or evaluated.
-4. Sending never blocks, and each frame that the other side has sent is handed on.
+4. Sending never blocks, and every received frame is delivered.
 """
 
 from __future__ import annotations

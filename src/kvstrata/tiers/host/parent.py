@@ -3,7 +3,7 @@
 While no child is up, `exists` answers UNKNOWN('host_down'), `put` THROTTLED('host_down') and `load`
 FAILED('host_down'), at once.  Operations under way when the child ends are FAILED or UNKNOWN with 'host_died'.
 
-A child is spawned, asked, killed when it is silent, reaped, and replaced by another after a pause.  The pauses double
+A child is spawned, gets requests, is killed when it is silent, reaped, and replaced after a pause.  The pauses double
 up to `max_pause_s`, until a child has lived for STEADY_S.
 
     closed ─spawned─▶ starting ─opened─▶ up ─broken─▶ down ─spawned─▶ starting ─broken─▶ down

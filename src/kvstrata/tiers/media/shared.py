@@ -1,4 +1,4 @@
-"""What several media share: fields of their entries, directories, and the word of a medium."""
+"""Code that several media share: fields of their entries, directories, and error texts of a medium."""
 
 from __future__ import annotations
 

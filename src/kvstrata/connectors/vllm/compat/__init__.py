@@ -1,5 +1,5 @@
-"""What differs between the versions of vLLM that this connector runs in.
+"""The differences between the versions of vLLM that this connector supports.
 
-One module for each difference, named after what differs.  Each chooses by what the running vLLM has, never by its
-number.  `contract` looks up at the start what the connector reads by name while it serves.
+Each difference has a module, named after what differs.  Each module decides by the features of the running vLLM, never
+by its version number.  `contract` checks at the start the names of vLLM that the connector reads while it serves.
 """

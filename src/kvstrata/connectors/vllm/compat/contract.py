@@ -1,8 +1,8 @@
-"""What the connector reads of vLLM by name while it serves, looked up once at the start.
+"""The names of vLLM that the connector reads while it serves, checked once at the start.
 
-Everything else that it needs of vLLM is imported with the connector, or read before vLLM is ready: what is missing
-there stops the start.  A name of NEEDED that is missing would show only in the middle of a request; so the cache is off
-then, and one WARNING says what is missing.
+Everything else that it needs of vLLM is imported with the connector or read before vLLM is ready, so a missing name
+stops the start.  A missing name of NEEDED would cause an error only in the middle of a request; so the cache is turned
+off at the start, and one WARNING names what is missing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Names the arrangement of numbers inside a block that only vLLM's own code knows, for the facts of a slice.
+"""Names the order in which vLLM's CPU attention packs numbers inside a block, for the facts of a slice.
 
 CPU attention packs a block for the instructions of its CPU, in compiled code that any version may change.  So a worker
-lets its vLLM pack numbers that are the same everywhere, and the arrangement is named by a digest of the bytes: engines
-of unlike versions share records exactly if their versions pack alike.  Where vLLM cannot be asked, the arrangement is
-named by vLLM's version, and only engines of this version share records.
+lets its vLLM pack a fixed sequence of numbers, and a digest of the resulting bytes names the order: engines of
+different versions share records exactly if their versions pack alike.  Where vLLM's packing cannot be called, the name
+is vLLM's version, and only engines of that version share records.
 
 torch is imported when the first arrangement is named.
 """

@@ -1,9 +1,9 @@
-"""Calls before and after vLLM's sleep: versions before 0.33 do not tell a connector when they sleep.
+"""Calls the connector before and after vLLM's sleep, in versions before 0.33, which do not notify a connector of it.
 
 Sleep unmaps the memory of the KV cache; a copy that touches that memory during sleep breaks the device for the whole
 process.  From 0.33 on vLLM calls `unregister_kv_caches` before sleep and `restore_kv_caches` after it.  In earlier
-versions, a worker makes its sleep backend from vLLM's table of backends, at its first sleep.  For these versions, this
-module puts a wrapped backend into that table.
+versions, a worker makes its sleep backend from vLLM's table of backends at its first sleep; there this module puts a
+wrapped backend into that table.
 """
 
 from __future__ import annotations

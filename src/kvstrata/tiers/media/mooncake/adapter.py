@@ -11,8 +11,8 @@ Invariants
    is there, and of two simultaneous puts of a key in this process only one reaches the store.
 3. A value that is not a record of its key is removed when a load finds it, since only then can a put store the record.
    This may remove a value that another instance put meanwhile, which costs a miss.
-4. The hold of a transfer that Mooncake may continue after its answer is never dropped here.  Its bytes are freed by the
-   end of this process; `quiesce` "never" tells the server to kill the adapter host for that.
+4. If Mooncake may continue a transfer after its answer, the hold is never dropped here.  The end of this process frees
+   its bytes; `quiesce` "never" tells the server to kill the adapter host for that.
 
 Mooncake's options are not interpreted here: every field that is not ours goes to `setup` unchanged.
 """

@@ -1,1 +1,1 @@
-"""Object stores: S3 and what speaks like it, Google Cloud, Azure."""
+"""Object stores: S3 and compatible services, Google Cloud Storage, Azure Blob Storage."""

@@ -1,4 +1,4 @@
-"""The meaning of obstore's errors: a short reason, advice, and a text without anything that may be a credential."""
+"""Classifies obstore's errors: a short reason, advice, and a text without anything that may be a credential."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ Invariants
 1. Only keys of exactly this form are read, written or removed.
 2. When a connection breaks, the items that are not answered yet fail; answers that have arrived remain valid.
 3. A put sends no payload where a value of the same length exists.  It replaces a value of another length.
-4. A value that is not a record of its key, or longer than the room for it, is read again and removed in one
-   transaction, so that a good value that somebody has put meanwhile stays.
+4. A value that is not a record of its key, or is longer than its extent, is read again and removed in one transaction,
+   so that a good value that another client has put meanwhile stays.
 5. The server evicts, and says when it is full; nothing here deletes records to make room.
 
 STORED means that the server has the record in its memory.  Whether the record survives the server's end depends on how

@@ -8,8 +8,8 @@ Invariants
    ordinary reply.
 3. The server can make this process buffer only a bounded number of bytes; a value's bytes go into the caller's memory.
 
-One thread at a time uses a link.  servers.py decides which server to connect to and when; what commands mean is the
-caller's business.
+One thread at a time uses a link.  servers.py decides which server to connect to and when; this module does not
+interpret commands.
 """
 
 from __future__ import annotations

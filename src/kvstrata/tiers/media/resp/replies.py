@@ -1,4 +1,4 @@
-"""The meaning of replies. Numbers in them are checked, since a server may send anything."""
+"""Interprets replies. Numbers in them are checked, since a server may send anything."""
 
 from __future__ import annotations
 
