@@ -37,7 +37,13 @@ CONTRACT = "kvstrata/testing/adapter_contract.py"
 
 # No test may depend on how fast the machine is; a failure prints the blob that reproduces it. The gate draws the same
 # examples each time; `make test-all` draws new ones.
-hypothesis.settings.register_profile("kvstrata", deadline=None, print_blob=True, derandomize=not ALL)
+hypothesis.settings.register_profile(
+    "kvstrata",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    print_blob=True,
+    derandomize=not ALL,
+)
 hypothesis.settings.register_profile(
     "thorough", parent=hypothesis.settings.get_profile("kvstrata"), max_examples=2_000, derandomize=False
 )

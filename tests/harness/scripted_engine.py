@@ -13,6 +13,8 @@ import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple, Self
 
+from tests.harness.daemon import free_port
+
 
 class Got(NamedTuple):
     method: str
@@ -125,8 +127,8 @@ class ScriptedEngine:
             return
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.port = self.port or free_port()
         listener.bind(("127.0.0.1", self.port))
-        self.port = listener.getsockname()[1]
         self._server = await asyncio.start_server(self._serve, sock=listener, limit=1 << 26, ssl=self._tls)
 
     async def stop(self) -> None:

@@ -31,6 +31,7 @@ from typing import Any
 from kvstrata.failpoints import is_testing
 from kvstrata.naming import name_thread
 from kvstrata.observability.numbers import Numbers, counter
+from kvstrata.patience import patience
 from kvstrata.text import one_line, printable
 
 WINDOW_S = 10.0
@@ -81,7 +82,7 @@ class LogWriter(QueueHandler):
             self._thread = threading.Thread(target=self._write_all, name="kv-log", daemon=True)
             self._thread.start()
         if self._written is not None:
-            self.flush_within(FLUSH_S)
+            self.flush_within(patience(FLUSH_S))
 
     def flush_within(self, wait_s: float) -> bool:
         """Wait for up to `wait_s` until every line is written or dropped. Returns whether that is so."""

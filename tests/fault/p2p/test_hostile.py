@@ -353,13 +353,16 @@ async def test_a_reader_that_stands_still_is_cut_and_its_holds_are_dropped(
     owner: PeerOwner, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setenv("KVSTRATA_PATIENCE", "1")
-    monkeypatch.setattr(frames, "STALL_S", 0.05)
     monkeypatch.setattr(serving, "GRANT_S", 0.05)
+    if how == "half a hello":
+        monkeypatch.setattr(frames, "STALL_S", 0.05)
     with connected(owner) as sock:
         if how == "half a hello":
             sock.sendall(MAGIC)
         else:
             stream = await asyncio.to_thread(proved, owner, sock)
+            monkeypatch.setattr(frames, "STALL_S", 0.05)  # before the proof it would bound that too
+            frames.set_stall(next(iter(owner.records._connections)).socket)
             count, kind = len(KEYS), frames.GRANT if how == "grant" else frames.GET
             asks = [ASK.pack(kind, count, 1) + b"".join(KEYS)] * (100 if how == "reads nothing" else 1)
             with contextlib.suppress(OSError, frames.FrameError):

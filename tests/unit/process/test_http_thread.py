@@ -357,9 +357,9 @@ async def test_a_connection_is_closed_if_its_request_does_not_arrive_whole_in_ti
 
 
 async def test_an_idle_connection_between_requests_is_not_closed_as_late(process, monkeypatch):
-    monkeypatch.setattr(http_connections, "REQUEST_S", SOON_S)
     reader, writer = await process.connect(GET.format("/hold", ""))
     await process.held.acquire()
+    monkeypatch.setattr(http_connections, "REQUEST_S", SOON_S)
     late, other = await process.connect()
     await ended(late)  # so more time has passed than a request may take to arrive
     process.release.set()
