@@ -18,20 +18,21 @@ from kvstrata.config.lmcache.keys import (
 
 _INTRO = f"""# Coming from LMCache
 
-Generated from the code by `make docs`; to change it, change the tables in `src/kvstrata/config/lmcache`. The names are
-those of LMCache {VERSION}, its program and its documentation, read on {READ_ON}.
+Generated from the code by `make docs`; to change this page, edit the tables in `src/kvstrata/config/lmcache`. The names
+come from LMCache {VERSION}, its program and its documentation, as of {READ_ON}.
 
-1. Engines read the file in `LMCACHE_CONFIG_FILE` and `LMCACHE_…` variables as they are. What these say about memory,
-   disks, stores and other hosts is the server's here; [the keys](#lmcache_config_file-keys-and-lmcache_key-variables)
-   are listed below with its settings ([configuration](configuration.md)). `kvstrata doctor` tells which names of its
-   own environment have no effect, and what to set instead.
-2. Start `lmcache-server` where `lmcache server` was started, and `lmcache-controller` for `lmcache_controller`, with
+1. Leave `LMCACHE_CONFIG_FILE` and the `LMCACHE_…` variables of your engines as they are: our engines read both.
+   Settings for memory, disks, stores and other hosts belong to the server here; [the keys
+   below](#lmcache_config_file-keys-and-lmcache_key-variables) name the matching server settings
+   ([configuration](configuration.md)). `kvstrata doctor` lists the names in its own environment that have no effect,
+   and what to set instead.
+2. Start `lmcache-server` instead of `lmcache server`, and `lmcache-controller` instead of `lmcache_controller`, with
    the same flags.
-3. Start vLLM as before. Without the `lmcache` package, or with `KVSTRATA_TAKEOVER=1`, the names of
-   [connectors](#connectors) mean kvstrata's.
+3. Start vLLM as before. Without the `lmcache` package, or with `KVSTRATA_TAKEOVER=1`, LMCache's [connector
+   names](#connectors) load kvstrata's connectors.
 
-KV that LMCache has stored is not read: the cache begins empty, and old files, keys and objects stay until you delete
-them.
+kvstrata does not read KV that LMCache has stored: the cache starts empty, and old files, keys and objects stay until
+you delete them.
 
 What happens to a name:
 
@@ -40,35 +41,36 @@ What happens to a name:
 | kept | same name, same meaning |
 | translated | accepted; the log names our setting |
 | no effect | accepted; the log says so |
-| refused | nothing here does what it asks for. A flag is an error unless its value asks for nothing; a setting of an \
-engine is accepted without effect |
+| refused | kvstrata has no such feature. A flag is an error unless its value asks for what kvstrata does anyway; \
+an engine's setting is accepted without effect |
 
-An unknown flag is an error, and so is an unknown key of our own file; an unknown key of LMCache's file or an unknown
-`LMCACHE_…` variable is a warning. `--blend*` stands for all other names that begin so. To an engine, quoted numbers,
-`1`, `"True"` and empty variables mean what they mean to LMCache.
+An unknown flag is an error, as is an unknown key in our own file. An unknown key in LMCache's file, or an unknown
+`LMCACHE_…` variable, causes a warning. `--blend*` stands for all other names that start with `--blend`. Engines
+interpret quoted numbers, `1`, `"True"` and empty variables as LMCache does.
 
-Flags of a server that mean more together, or with a value:
+Server flags whose meaning depends on their value or on other flags:
 
-- `--l1-size-gb` and `--eviction-policy`, which `lmcache server` requires, without `--l2-adapter`: no L2, as there.
-  Without one of the two, a server makes its embedded disk tier.
-- `--eviction-policy noop --l2-store-policy skip_l1`: VALUE. Chunks are put to L2 when they are stored, and leave L1
-  when their room is needed.
+- `--l1-size-gb` and `--eviction-policy`, which `lmcache server` requires, without `--l2-adapter`: no L2, as in
+  LMCache. If one of the two is missing, the server creates its default disk tier.
+- `--eviction-policy noop --l2-store-policy skip_l1`: the policy `VALUE`. Chunks are put to L2 when they are stored,
+  and are evicted from L1 when their space is needed.
 - `--eviction-policy noop` alone is kept: once L1 is full, every further store is refused.
-- `--eviction-policy` with another name of a policy: VALUE ([what is kept, and why](value.md)). In a file, `l1:
-  {{eviction_policy: LRU}}` evicts strictly by last use.
-- `--eviction-policy IsolatedLRU`: VALUE, with quotas by `kvstrata ctl quota` or `quotas_gb`, which protect a tenant's
-  part of L1 and do not cap it. A tenant without a quota shares L1 with all others.
-- `--l2-adapter` of type `nixl_store` with `POSIX` and a `file_path`: type `fs`, in a folder of its own below that path.
-- `replica_num` and `nof_replica_num` of a `mooncake_store` adapter: options of its `replicate`.
+- `--eviction-policy` with another policy's name: the policy `VALUE` ([what is kept, and why](value.md)). In a file,
+  `l1: {{eviction_policy: LRU}}` evicts strictly by last use.
+- `--eviction-policy IsolatedLRU`: the policy `VALUE`, with quotas set by `kvstrata ctl quota` or `quotas_gb`. Quotas
+  protect a tenant's part of L1 and do not cap it. A tenant without a quota shares L1 with all others.
+- `--l2-adapter` of type `nixl_store` with `POSIX` and a `file_path`: becomes type `fs`, in a separate folder below
+  that path.
+- `replica_num` and `nof_replica_num` of a `mooncake_store` adapter: become options of its `replicate`.
 
-Keys of a request's `kv_transfer_params`: `lmcache.max_offload_tokens` and `lmcache.skip_load` are kept, and
-vLLM's own `max_load_tokens`. Of the HTTP paths, `/healthcheck` and `/metrics` are kept; the others are
+In a request's `kv_transfer_params`, `lmcache.max_offload_tokens`, `lmcache.skip_load` and vLLM's own
+`max_load_tokens` are kept. Of the HTTP paths, `/healthcheck` and `/metrics` are kept; the others are
 [below](#http-paths).
 """
 _COMMANDS = """
 ## Commands
 
-| LMCache's | here |
+| LMCache | kvstrata |
 |---|---|
 | `lmcache server` | lmcache-server |
 | `lmcache_controller` | lmcache-controller |
@@ -86,7 +88,7 @@ _COMMANDS = """
 _HTTP = """
 ## HTTP paths
 
-| LMCache's | here |
+| LMCache | kvstrata |
 |---|---|
 | `/`, `/periodic-threads-health` | `GET /readyz` |
 | `/status`, `/meta`, `/backends`, `/hot_cache` | `GET /v1/status` |
@@ -124,12 +126,12 @@ def coming_from_lmcache() -> str:
 
 
 def _table(title: str, table: Mapping[str, Name]) -> str:
-    """A row for each name that is kept or translated; one for all names of which the same is said."""
+    """A row for each group of names with the same fate and the same text."""
     groups: dict[tuple[Fate, str], list[str]] = {}
     for name, entry in table.items():
         groups.setdefault((entry.fate, _says(entry)), []).append(name)
     rows = [f"| {_codes(names)} | {fate} | {says} |\n" for (fate, says), names in groups.items()]
-    return f"\n## {title}\n\n| name | here | |\n|---|---|---|\n{''.join(rows)}"
+    return f"\n## {title}\n\n| name | result | meaning here |\n|---|---|---|\n{''.join(rows)}"
 
 
 def _says(entry: Name) -> str:

@@ -98,7 +98,7 @@ def no_effect(say: str) -> Name:
     return Name(Fate.NO_EFFECT, "", say)
 
 
-TUNES = no_effect("it tunes a part of LMCache that kvstrata does not have")
+TUNES = no_effect("it configures a part of LMCache that kvstrata does not have")
 """The entry of names of which users need to know no more."""
 
 

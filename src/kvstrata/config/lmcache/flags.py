@@ -35,50 +35,48 @@ SERVER_FLAGS: dict[str, Name] = {
     ),
     "--p2p-listen-url": Name(Fate.TRANSLATED, "p2p.listen", "write --p2p-listen HOST:PORT"),
     "--p2p-lookup-timeout": Name(
-        Fate.TRANSLATED, "p2p.lookup_timeout_ms", "ours counts milliseconds", factor=1000
+        Fate.TRANSLATED, "p2p.lookup_timeout_ms", "this setting is in milliseconds", factor=1000
     ),
     "--p2p-load-timeout": Name(
-        Fate.TRANSLATED, "p2p.load_timeout_ms", "ours counts milliseconds", factor=1000
+        Fate.TRANSLATED, "p2p.load_timeout_ms", "this setting is in milliseconds", factor=1000
     ),
     "--p2p-transfer-engine": Name(Fate.TRANSLATED, "p2p.engine", "write --p2p-engine auto, tcp or nixl"),
     "--l2-store-policy": refused(
-        'every L2 adapter has a "policy" in --l2-adapter: through (the default) puts every chunk; remove the flag',
+        'set "policy" of each adapter in --l2-adapter; the default, through, puts every chunk; remove the flag',
         *("default", BUFFER_ONLY),
     ),
     "--l2-prefetch-policy": refused(
         "chunks loaded from L2 stay in L1 until they are evicted; remove the flag", *("default", "retain")
     ),
     "--coordinator-url": refused(
-        "a coordinator of LMCache cannot be joined; use --controller-url with the reply port of an lmcache-controller, "
-        "tcp://HOST:8400"
+        "kvstrata cannot join an LMCache coordinator; use --controller-url with the reply port of an "
+        "lmcache-controller, tcp://HOST:8400"
     ),
-    "--transport": refused("the server speaks ZMQ only; remove it", "zmq"),
-    "--kv-load-policy": refused("the server loads no classes; remove it", "DEFAULT"),
-    "--hash-algorithm": refused("chunk keys are SHA-256 and cannot be changed; remove it", "blake3"),
-    "--engine-type": refused("blending is not supported; remove it", "default"),
+    "--transport": refused("the server supports only ZMQ; remove the flag", "zmq"),
+    "--kv-load-policy": refused("the server loads no custom classes; remove the flag", "DEFAULT"),
+    "--hash-algorithm": refused("chunk keys always use SHA-256; remove the flag", "blake3"),
+    "--engine-type": refused("blending is not supported; remove the flag", "default"),
     **each(
         "--run-script-api-enabled --script-allowed-imports --l1-devdax-path --gds-l1-path --l1-manager "
         "--server-module --enable-tracing --trace-level --lookup-hash-log-dir",
-        refused("nothing here does this; remove it"),
+        refused("kvstrata has no such feature; remove the flag"),
     ),
-    "--host": no_effect("engines attach over a unix socket of their own host"),
-    "--prometheus-port": no_effect("metrics are /metrics on the HTTP port (--http-port)"),
+    "--host": no_effect("engines attach through a unix socket on their own host"),
+    "--prometheus-port": no_effect("metrics are at /metrics on the HTTP port (--http-port)"),
     **each(
         "--api-key-file --http-api-key-file",
-        no_effect(
-            "the HTTP port always asks for a token: that in http.token_file, or one that the server makes"
-        ),
+        no_effect("the HTTP port always requires a token, from http.token_file or created by the server"),
     ),
     **each(
         "--eviction-trigger-watermark --eviction-ratio",
-        no_effect("a chunk is evicted when another needs its room, so L1 stays full"),
+        no_effect("a chunk is evicted when another one needs its space, so L1 stays full"),
     ),
-    "--l1-mlock": no_effect("L1 is faulted in, but not locked: memory.swap.max keeps it in memory"),
+    "--l1-mlock": no_effect("L1 is faulted in but not locked; use memory.swap.max to keep it in memory"),
     **each(
         "--l2-prefetch-max-in-flight --l2-prefetch-inflight-watermark",
-        no_effect("at most 8 lookups, and 1/8 of L1's bytes, are loaded from an adapter at a time"),
+        no_effect("at most 8 lookups and 1/8 of L1's bytes are loaded from an adapter at a time"),
     ),
-    "--disable-logging": no_effect("--log-level says what is logged"),
+    "--disable-logging": no_effect("use --log-level"),
     **each(
         "--shm-name --separate-object-groups --no-separate-object-groups --runtime-plugin-locations "
         "--runtime-plugin-config --enable-extra-logging --extra-logging-interval "
@@ -99,15 +97,17 @@ SERVER_FLAGS: dict[str, Name] = {
 
 FLAG_PREFIXES: dict[str, Name] = {
     "--coordinator-": TUNES,
-    "--blend": refused("blending is not supported; remove it"),
-    **each("--l1-gds- --gds-l1-", refused("nothing here does this; remove it")),
+    "--blend": refused("blending is not supported; remove the flag"),
+    **each("--l1-gds- --gds-l1-", refused("kvstrata has no such feature; remove the flag")),
 }
 """Fates of all other flags that begin with one of these words."""
 
 CONTROLLER_FLAGS: dict[str, Name] = {
     **_kept(host="http.host", port="http.port", monitor_ports="monitor_ports"),
     "--lmcache-worker-timeout": Name(Fate.TRANSLATED, "dead_after_s", "write --dead-after-s", factor=1),
-    "--health-check-interval": no_effect("instances are asked at least every --heartbeat-s seconds"),
+    "--health-check-interval": no_effect(
+        "the controller asks instances at least every --heartbeat-s seconds"
+    ),
     "--monitor-port": refused("use --monitor-ports '{\"reply\": PORT}'"),
 }
 """Flags of `lmcache_controller`."""

@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping
 from kvstrata.config.lmcache.fates import TUNES, Fate, Name, each, find, hint, kept, meant, no_effect, refused
 from kvstrata.config.load import is_pod_link
 
-HOST = Name(Fate.KEPT, "host", "it must be this host; tcp://localhost:5555 names the port too")
+HOST = Name(Fate.KEPT, "host", "it must be this host; tcp://localhost:5555 also sets the port")
 _NO_PD = (
-    "engines of one server hand prompts over by themselves, and the gateway's `split: kvstrata` sends them "
-    "(docs/pd.md); for a direct hand-over, vLLM's MultiConnector takes NixlConnector beside this connector"
+    "engines of one server share chunks by themselves, and the gateway's `split: kvstrata` chooses who prefills "
+    "(docs/pd.md); for a direct transfer, put NixlConnector beside this connector in vLLM's MultiConnector"
 )
-_CLUSTER = no_effect("instances find each other by the server's controller.url and p2p.listen")
+_CLUSTER = no_effect("instances find each other through the server's controller.url and p2p.listen")
 
 CONNECTOR_EXTRA: dict[str, Name] = {
     "lmcache.mp.host": HOST,
@@ -21,7 +21,7 @@ CONNECTOR_EXTRA: dict[str, Name] = {
         for name, entry in kept(port="port", save_decode_cache="save_decode_cache").items()
     },
     "lmcache.mp.lazy_offload": Name(Fate.KEPT, "store", "true: `late`, false: `commit`"),
-    "lmcache.mp.server_urls": refused("an engine has one server; set lmcache.mp.port"),
+    "lmcache.mp.server_urls": refused("an engine uses one server; set lmcache.mp.port"),
     "lmcache.mp.transfer_intermediate_tensors": refused("intermediate tensors are not moved"),
     **each(
         "lmcache.mp.mq_timeout lmcache.mp.heartbeat_interval lmcache.mp.eager_prefetch "
@@ -40,19 +40,19 @@ CONNECTOR_EXTRA_PREFIXES: dict[str, Name] = {
 OF_SERVER: dict[str, Name] = {
     **each(
         "local_cpu local_device max_local_cache_size max_local_cpu_size reserve_local_cpu_size",
-        no_effect("the server's l1.size_gb is the size for all workers of the host"),
+        no_effect("set the server's l1.size_gb, which is for all workers of the host"),
     ),
-    "local_cpu_use_hugepages": no_effect("it is the server's l1.use_hugepages"),
-    "numa_mode": no_effect("it is the server's l1.numa"),
-    "cache_policy": no_effect("it is the server's l1.eviction_policy"),
-    "lmcache_instance_id": no_effect("it is the server's instance_id"),
+    "local_cpu_use_hugepages": no_effect("set the server's l1.use_hugepages"),
+    "numa_mode": no_effect("set the server's l1.numa"),
+    "cache_policy": no_effect("set the server's l1.eviction_policy"),
+    "lmcache_instance_id": no_effect("set the server's instance_id"),
     **each(
         "local_disk local_disk_path_sharding max_local_disk_size",
-        no_effect("it is an entry of type disk in the server's l2_adapters"),
+        no_effect("add an entry of type disk to the server's l2_adapters"),
     ),
     **each(
         "remote_url remote_serde storage_plugins remote_storage_plugins external_backends extra_config",
-        no_effect("stores are entries of the server's l2_adapters (docs/tiers.md)"),
+        no_effect("add an entry for the store to the server's l2_adapters (docs/tiers.md)"),
     ),
     **each(
         "enable_controller enable_p2p peer_init_ports peer_lookup_ports distributed_url lookup_url",
@@ -74,15 +74,15 @@ CLIENT_KEYS: dict[str, Name] = {
     ),
     "mp_host": HOST,
     **OF_SERVER,
-    **each("enable_async_loading async_loading", no_effect("load_mode says when hits are loaded")),
-    "min_retrieve_tokens": no_effect("the server loads from L2 what is slower to compute (l2.load)"),
-    "discard_partial_chunks": no_effect("save_unfull_chunk says whether an unfinished chunk is stored"),
+    **each("enable_async_loading async_loading", no_effect("load_mode sets when hits are loaded")),
+    "min_retrieve_tokens": no_effect("the server loads from L2 if computing would be slower (l2.load)"),
+    "discard_partial_chunks": no_effect("save_unfull_chunk sets whether an unfinished chunk is stored"),
     **each("retrieve_locations store_location", no_effect("the server asks its adapters in their order")),
     **each("gds_path weka_path kvikio_cache_dir", refused("GPU direct storage is not supported")),
     **each("enable_pd enable_xpyd enable_nixl", refused(_NO_PD)),
     "enable_blending": refused("blending is not supported"),
     "enable_hidden_state_cache": refused("hidden states are not cached"),
-    "remote_config_url": refused("settings are read from this file only"),
+    "remote_config_url": refused("settings are read only from this file"),
     "maru_path": refused("Maru is not supported"),
     **each("run_script_api_enabled script_allowed_imports", refused("no scripts are run")),
     **each("runtime_plugin_locations plugin_locations", refused("no scripts are run")),
@@ -109,16 +109,16 @@ CLIENT_KEY_PREFIXES: dict[str, Name] = {
 """Fates of all other keys that begin with one of these words."""
 
 VARIABLES: dict[str, Name] = {
-    "LMCACHE_LOG_LEVEL": no_effect("engines log as VLLM_LOGGING_LEVEL says, the server has --log-level"),
+    "LMCACHE_LOG_LEVEL": no_effect("set VLLM_LOGGING_LEVEL for engines and --log-level for the server"),
     "LMCACHE_SERVER_URL": no_effect(
         "engines attach to the server of their own host; set KVSTRATA_PORT to the port of its --port"
     ),
     "LMCACHE_COORDINATOR_URL": no_effect(
-        "a coordinator of LMCache cannot be joined; set KVSTRATA_CONTROLLER_URL for the server, to the reply port of "
+        "kvstrata cannot join an LMCache coordinator; set the server's KVSTRATA_CONTROLLER_URL to the reply port of "
         "an lmcache-controller, tcp://HOST:8400"
     ),
-    "LMCACHE_FORCE_SKIP_SAVE": no_effect("kv_role: kv_consumer in vLLM only loads"),
-    "LMCACHE_CONTROLLER_CONFIG_FILE": no_effect("lmcache-controller has --config"),
+    "LMCACHE_FORCE_SKIP_SAVE": no_effect("use kv_role: kv_consumer in vLLM, which only loads"),
+    "LMCACHE_CONTROLLER_CONFIG_FILE": no_effect("use --config of lmcache-controller"),
     **each(
         "LMCACHE_TRACK_USAGE LMCACHE_USAGE_TRACK_INTERVAL LMCACHE_USAGE_TRACK_URL LMCACHE_USE_EXPERIMENTAL "
         "LMCACHE_DISABLE_BANNER LMCACHE_MP_TRANSFER_MODE LMCACHE_MQ_TIMEOUT LMCACHE_OFFLOAD_RPC_PORT "
@@ -132,7 +132,7 @@ VARIABLE_PREFIXES: dict[str, Name] = {
     **each(
         "LMCACHE_API_KEY LMCACHE_HTTP_API_KEY",
         no_effect(
-            "the server's HTTP port always asks for a token: that in http.token_file, or one that it makes"
+            "the server's HTTP port always requires a token, from http.token_file or created by the server"
         ),
     ),
     **each(
