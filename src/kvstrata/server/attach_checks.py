@@ -31,7 +31,7 @@ from kvstrata.types import (
 )
 
 GEOMETRY = frozenset({"axes", "block_tokens"})
-"""Facts in which engines of one model may differ: their records can be recut (server/recuts), or are kept apart."""
+"""Facts in which engines of one model may differ: their records can be recut (server/recuts), or are separate."""
 MAX_SECTIONS = 1 << 16
 MAX_PAYLOAD_BYTES = 1 << 40
 MAX_ATTACH_BYTES = 64 << 10
@@ -48,11 +48,11 @@ _REQUEST = msgspec.msgpack.Decoder(AttachRequest)
 
 
 class GaveUp(Exception):
-    """The process ended or closed its connection before its attach was complete, so it cannot be told an error."""
+    """The process ended or closed its connection before its attach was complete, so no error can be sent to it."""
 
 
 def parse_request(data: bytes) -> AttachRequest:
-    """The request in a message, checked without looking at other sessions.
+    """The request in a message, checked by itself, without other sessions.
 
     Raises BadRequest naming the field, or WrongVersion, which is checked first.
     """
@@ -135,7 +135,7 @@ def _check_slice(request: AttachRequest) -> None:
 
 
 def declared_record_bytes(facts: Mapping[str, Any]) -> int:
-    """The length of a chunk's record by the facts of its slice (docs/internals/layouts.md); 0: missing or wrong."""
+    """The length in bytes of a chunk's record by its slice's facts (docs/internals/layouts.md); 0: missing or wrong."""
     payload, sections = facts.get("payload_bytes"), facts.get("sections")
     count = len(sections) if isinstance(sections, list) else sections
     if type(payload) is not int or type(count) is not int:
@@ -148,9 +148,8 @@ def declared_record_bytes(facts: Mapping[str, Any]) -> int:
 def check_company(request: AttachRequest, others: Iterable[AttachRequest]) -> None:
     """Checks a request against those of the other living sessions of the same tenants.
 
-    Raises BadRequest when its own group declared something else, LayoutRefused when a session with the same part of
-    the KV has other facts, apart from GEOMETRY.  Sessions with the same part agree already, so the first one found
-    stands for all.
+    Raises BadRequest when its own group's declaration differs, LayoutRefused when a session with the same part of the
+    KV has other facts, apart from GEOMETRY.  Sessions with the same part agree already, so checking one is enough.
     """
     part = None if request.slice is None else _part(request)
     for other in others:
@@ -162,7 +161,7 @@ def check_company(request: AttachRequest, others: Iterable[AttachRequest]) -> No
 
 
 def check_resumed(request: AttachRequest, earlier: AttachRequest) -> None:
-    """Raises BadRequest when a session that attaches again declares something else than before."""
+    """Raises BadRequest when a session that attaches again changes its declaration."""
     fields = ("group", "role", "layout", "engine_slices", "slice", "registers_memory")
     _check_same(request, earlier, fields, "this session before")
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 CLAIMED_SHARE = 1 / 4
 MAX_CLAIMS, MAX_ENDED = 1_024, 256
 MAX_CLAIMED_KEYS = 4 * MAX_KEYS
-"""Keys of all claims together, 8 MiB."""
+"""Maximum number of keys of all claims together, 8 MiB."""
 MAX_FILE_BYTES = 16 << 20
 VERSION = 1
 _PREWARM = "prewarm the prompt (`kvstrata prewarm`) before"
@@ -58,7 +58,7 @@ ABSENT, LIMIT = "absent", "limit"
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """One claim, as the file has it."""
+    """One claim, as it is stored in the file."""
 
     claim: str
     tenant: str
@@ -75,7 +75,7 @@ class Claim(msgspec.Struct, frozen=True):
     n_bytes: int = 0
     state: State = "kept"
     reason: str = ""
-    """Why it is broken."""
+    """Why it was broken."""
     ended_unix_ms: int = 0
 
     def document(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class _File(msgspec.Struct, frozen=True):
 
 
 class Taken(NamedTuple):
-    """Records that the pool keeps from now on, until `Kept.give_back`."""
+    """Records that the pool keeps until `Kept.give_back`."""
 
     ticket: int
     """The pool's number of this lease."""
@@ -101,12 +101,12 @@ class Taken(NamedTuple):
 
 
 class Kept:
-    """Records that claims keep, and how many bytes these have. One thread at a time uses it."""
+    """The records that claims keep, and their bytes. One thread at a time uses it."""
 
     def __init__(self, pool: Pool, share: float) -> None:
         """`share` of the pool may be kept."""
         self.n_bytes = 0
-        """Bytes of the distinct records that are kept."""
+        """Total bytes of the kept records, each counted once."""
         self._pool = pool
         self.limit_bytes = int(pool.extents_bytes * share)
         """Maximum number of bytes that may be kept."""
@@ -116,9 +116,10 @@ class Kept:
     def take(
         self, keys: bytes, n_slices: int, identity: bytes = b"", spans: Sequence[int] = ()
     ) -> tuple[Taken | None, str, int]:
-        """Keep these chunks: all, or none for a reason; and how many leading ones are in L1 and may be leased.
+        """Keep these chunks, all or none.
 
-        The arguments are those of `Pool.lease`.  Chunks need not be verified, since nobody reads them by this.
+        Returns the kept records (None: refused), the reason, and the number of leading chunks that are in L1 and can be
+        leased.  The arguments are those of `Pool.lease`.  Unverified chunks are kept too, since a claim reads none.
         """
         ticket, n_chunks, extents, _, short_bytes = self._pool.lease(
             keys, n_slices, [SERVER_ROW], identity, spans, again=True, unread=True
@@ -139,7 +140,7 @@ class Kept:
         return Taken(ticket, entries, extents, sum(length for _, length in records)), "", n_chunks
 
     def give_back(self, taken: Taken) -> None:
-        """Let the pool do with these records what it likes. Called once for each `take`."""
+        """Allow the pool to evict these records again. Called once for each `take`."""
         self._pool.release(taken.ticket)
         for entry in taken.entries:
             share = self._shares[entry]
@@ -168,7 +169,7 @@ class Claims(Numbers):
         self._path = parts.facts.socket_dir / CLAIMS
         self._lent = Kept(parts.pool, CLAIMED_SHARE)
         self._kept: dict[str, tuple[Claim, Taken]] = {}
-        """In the order of their acceptance."""
+        """Kept claims by name, in the order of their acceptance."""
         self._ended: collections.deque[Claim] = collections.deque(maxlen=MAX_ENDED)
         self._doubtful = False
         self._log = EventLog("claims")
@@ -186,9 +187,9 @@ class Claims(Numbers):
     async def claim(
         self, keys: bytes, n_slices: int, spans: Sequence[int], identity: bytes, asked: Claiming
     ) -> Claim:
-        """Keep the chunks with these storage keys, and without an `identity` also the records that they continue.
+        """Keep the chunks with these storage keys, and without an `identity` also all chunks before them.
 
-        Returns the claim once the file has it.  Raises BadRequest, and Refused with a word for the reason and what
+        Returns the claim once the file has it.  Raises BadRequest, and Refused with a code for the reason and what
         would be possible; then nothing is kept.
         """
         now_ms = self._clock.unix_ms()
@@ -215,22 +216,22 @@ class Claims(Numbers):
         return next(iter(await self._run(self._end, [name], "released")), None)
 
     async def expire(self) -> None:
-        """End the claims whose time is over, and write the file if somebody has removed it; called once a second."""
+        """End the claims whose time is over, and rewrite the file if it was removed; called once a second."""
         if self._kept:
             await self._run(self._expire)
 
     def doubt(self) -> None:
-        """A record was found corrupt, or events of the pool were lost: break the claims that have lost a record."""
+        """Break the claims that have lost a record; called when a record was found corrupt or pool events were lost."""
         if not self._doubtful:
             self._doubtful = True
             self._supervisor.job(self._run(self._check), "check of claims")
 
     async def restore(self, *, adopted: bool) -> None:
-        """Keep the claims of the file again. `adopted`: L1 is that of the last server, else nothing of it is left."""
+        """Keep the claims of the file again. `adopted`: L1 is that of the last server; else its chunks are lost."""
         await self._run(self._restore, adopted)
 
     def listed(self) -> dict[str, Any]:
-        """The claims that are kept, and those that have ended last; the latest first."""
+        """The kept claims and the last ended ones, the latest first."""
         claims = [*list(self._ended), *(claim for claim, _ in list(self._kept.values()))]
         rows = [claim.document() for claim in reversed(claims)]
         return {"claims": rows, "kept_bytes": self.kept_bytes, "limit_bytes": self.limit_bytes}
@@ -295,7 +296,7 @@ class Claims(Numbers):
         return self._note([(self._let_go(name), state, reason) for name in names if name in self._kept])
 
     def _note(self, ends: list[tuple[Claim, str, str]]) -> list[Claim]:
-        """List claims as ended, by state and reason, write that, and tell it."""
+        """Move claims to the list of ended ones, with state and reason, write the file, and log it."""
         change, now_ms = msgspec.structs.replace, self._clock.unix_ms()
         ended = [
             change(claim, keys=b"", spans=[], state=state, reason=reason, ended_unix_ms=now_ms)
@@ -381,12 +382,12 @@ class Claims(Numbers):
 
 
 def _reason(refused: Refused) -> str:
-    """The word with which the message begins."""
+    """The reason code with which the message begins."""
     return refused.message.partition(":")[0]
 
 
 def _with_ancestors(pool: Pool, keys: bytes, tenant: str) -> bytes:
-    """The keys and those of all records that theirs continue, each record after the one that it continues.
+    """The keys with the keys of all chunks before them; each chunk comes after the one that it continues.
 
     Raises Refused if a record is not in L1, or is another tenant's.
     """

@@ -39,9 +39,9 @@ TICK_S = 0.1
 ROUND_S = 0.1
 """Pause between two rounds, once all adopted chunks are verified."""
 VERIFY_BYTES = 64 << 20
-"""Adopted bytes that one round verifies."""
+"""Number of adopted bytes that one round verifies."""
 SECOND_S = 1.0
-"""Pause between two attempts to get the memory that L1's file system refused, and between two lessons of the policy."""
+"""Interval between attempts to get memory that L1's file system refused, and between lessons of the policy."""
 FILES_S = 5.0
 _ADVICE = (
     "keep the socket directory where nobody cleans up: --socket-dir below a RuntimeDirectory of systemd, or "
@@ -50,7 +50,7 @@ _ADVICE = (
 EVENTS_PER_TURN = 512
 _LEAVES_L1 = frozenset({PoolEvent.EVICTED, PoolEvent.CLEARED, PoolEvent.REMOVED})
 ADOPTED_KEYS = 2
-"""Adopted chunks that are offered to L2 at a time."""
+"""Number of adopted chunks that are offered to L2 at a time."""
 
 
 class PoolEvents:
@@ -72,7 +72,7 @@ class PoolEvents:
         """Set at the next `drain`, which replaces it by a new one."""
         self._log = EventLog("instance")
         self.verified: collections.deque[bytes] = collections.deque()
-        """Adopted chunks that were verified and not offered to tiers yet; housekeeping takes them."""
+        """Verified adopted chunks that were not offered to tiers yet; housekeeping takes them from here."""
 
     def drain(self) -> None:
         """Read the pool's events since the last call. Called at every heartbeat, and sometimes in between."""
@@ -80,7 +80,7 @@ class PoolEvents:
         drained.set()
         idle = not self._waiting
         events = self._pool.events()
-        if events:  # else none was lost either
+        if events:  # without events, none was lost either
             if self._pool.events_lost != self._lost:
                 self._lost = self._pool.events_lost
                 self._explainer.events_lost()
@@ -94,7 +94,7 @@ class PoolEvents:
         await self._drained.wait()
 
     def _tell(self) -> None:
-        """Pass on the oldest events, and the others in later turns of the loop."""
+        """Pass on the oldest events now, the others in later turns of the loop."""
         explainer, now_ms = self._explainer, self._clock.unix_ms()
         for _ in range(min(len(self._waiting), EVENTS_PER_TURN)):
             kind, key = self._waiting.popleft()
@@ -113,7 +113,7 @@ class PoolEvents:
 
 
 async def heartbeat(pool: Pool, events: PoolEvents) -> None:
-    """Write the heartbeats that readers of the index look at, and read the pool's events, until cancelled."""
+    """Write the heartbeats that readers of the index check, and read the pool's events, until cancelled."""
     while True:
         pool.heartbeat()
         events.drain()
@@ -130,7 +130,7 @@ class Housekeeping:
         self._log = EventLog("server")
         self._missing_bytes = 0
         self._costs: dict[int, float] = {}
-        """As the policy was told, by the number of the model; logarithms."""
+        """Logarithms of the costs last passed to the policy, by the number of the model."""
         self._looked_s = float("-inf")
         folder = parts.settings.observability.record
         self._requests = RequestLog(parts.pool, Path(folder), parts.settings.chunk_size) if folder else None
@@ -160,7 +160,7 @@ class Housekeeping:
             await self._see_to_memory()
 
     def _tell_costs(self) -> None:
-        """Tell the policy what computing a chunk of each engine's layout costs, as its engines measure it."""
+        """Tell the policy the cost of computing a chunk of each layout, as its engines measure it."""
         parts, found = self._parts, {}
         for group in parts.processes.groups:
             if group.prompt_tokens_s and group.complete and (n_bytes := sum(group.record_limits)):
@@ -173,9 +173,9 @@ class Housekeeping:
                 parts.pool.set_cost(model, 2.0**cost)
 
     def _learn(self) -> None:
-        """Let the policy learn what is worth keeping, and save it for the next server. Blocks for milliseconds.
+        """Let the policy learn which chunks are worth keeping, and save its state for the next server.
 
-        Write the log of requests.
+        Also write the log of requests.  Blocks for milliseconds.
         """
         if self._requests is not None:
             self._requests.write()
@@ -187,7 +187,7 @@ class Housekeeping:
                 write_private_file(path, self._parts.pool.lessons(), overwrite=True)
 
     async def _see_to_memory(self) -> None:
-        """Ask again for memory that L1 did not get, and log when memory starts or ceases to be missing."""
+        """Ask again for memory that L1 did not get, and log when a shortage begins or ends."""
         extents_bytes = self._parts.pool.extents_bytes
         missing_bytes = await asyncio.shield(self._parts.own_lane.run(self._parts.pool.retry_missing))
         if missing_bytes and not self._missing_bytes:
@@ -203,7 +203,7 @@ class Housekeeping:
         self._missing_bytes = missing_bytes
 
     async def _put_adopted(self) -> None:
-        """Offer verified chunks to L2, since the killed server may not have put them; L2 knows the chunks that it has.
+        """Offer verified chunks to L2, since a killed server may not have put them; L2 skips chunks that it has.
 
         Leased chunks are offered too, since nobody writes to a verified chunk.  The chunks are offered a few at a time,
         so that they never fill the backlog.
@@ -222,15 +222,15 @@ class Housekeeping:
 
 
 class OwnFiles:
-    """Looks after the files by which processes find a running server, which others may remove.
+    """Restores the files by which processes find a running server, if another program removes them.
 
-    logind removes /run/user/UID at the user's last logout, and with RemoveIPC what the user has in /dev/shm;
-    systemd-tmpfiles removes what is old in /tmp.  Engines that are attached notice nothing, but no further one could
-    attach, and the next server would find no pool.
+    logind removes /run/user/UID at the user's last logout, and with RemoveIPC the user's files in /dev/shm;
+    systemd-tmpfiles removes old files in /tmp.  Attached engines are not affected, but no further engine could attach,
+    and the next server would find no pool.
 
-        the socket       is made anew in its folder, or in the default one where that cannot be made
-        server.pid       is made and locked anew; if another server has it, nothing more is made anew
-        L1's files       have no name any more: the keeper keeps the memory for the next server that it starts
+        the socket       is made again in its folder, or in the default folder if its own cannot be made
+        server.pid       is made and locked again; if another server has it, no further file is restored
+        L1's files       stay without a name: the keeper keeps the memory for the next server that it starts
 
     Belongs to the event loop.
     """
@@ -242,13 +242,13 @@ class OwnFiles:
         self._log = EventLog("server")
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Check the files periodically until cancelled."""
         while True:
             await asyncio.sleep(FILES_S)
             await self.round()
 
     async def round(self) -> None:
-        """Look at every file once, and make anew what is gone."""
+        """Check every file once, and restore the missing ones."""
         try:
             if not self._segment.has_lock:
                 await self._take_folder()

@@ -59,7 +59,7 @@ from kvstrata.types import NOT_IN_A_NAME
 
 
 class Instance(NamedTuple):
-    """A whole instance, which does not answer anybody yet."""
+    """A complete instance that does not answer requests yet."""
 
     parts: Parts
     segment: Segment
@@ -100,7 +100,7 @@ async def open_instance(
         started_s=started_s,
     )
 
-    # 2. What followers read, the parts, and the tiers.
+    # 2. The chunks that followers read, the parts, and the tiers.
     tiers = TierSet(pool)
     urls = dict.fromkeys(settings.controller.url.split(",") if settings.controller.url else [])
     held = HeldChunks(pool, tiers, supervisor) if urls else None
@@ -135,7 +135,7 @@ async def open_instance(
     plan = await _open_peers(plan, keys, parts, segment, log)
     await _open_tiers(plan, parts, segment, log)
 
-    # 3. The claims of the last server hold again, before anything can be evicted. Processes attach.
+    # 3. Restore the claims of the last server before anything can be evicted; then processes attach.
     await parts.claims.restore(adopted=segment.adopted)
     attach = AttachServer(
         directory / RPC_SOCKET,
@@ -243,9 +243,9 @@ async def _close_tiers(parts: Parts) -> None:
 async def _open_peers(
     plan: Plan, keys: MemberKeys | None, parts: Parts, segment: Segment, log: EventLog
 ) -> Plan:
-    """Open the tier that reads other instances, if there is one; returns the plan with the engine in use.
+    """Open the tier that reads other instances, if the plan has one; returns the plan with the engine in use.
 
-    Raises ConfigError.  An engine that `auto` has chosen gives way to tcp if it cannot be opened.
+    Raises ConfigError.  If an engine that `auto` has chosen cannot be opened, tcp is used instead.
     """
     peer = peer_config(plan, keys)
     if peer is None or plan.p2p_engine is None:
@@ -266,7 +266,7 @@ async def _open_peers(
 
 
 async def _open_tiers(plan: Plan, parts: Parts, segment: Segment, log: EventLog) -> None:
-    """Open the other tiers of the plan. Raises ConfigError; the embedded one is left out if it cannot be opened."""
+    """Open the other tiers of the plan. Raises ConfigError; the embedded one is skipped if it cannot be opened."""
     for config in plan.adapters:
         try:
             await _open_tier(config, parts, segment, must=plan.embedded_l2)

@@ -70,7 +70,7 @@ _log = logging.getLogger(__name__)
 LOCKED, BYE, OK = b"locked", b"bye", b"ok"
 
 _MAX_FDS = 8
-"""Maximum number of descriptors taken from one message, if only to close them; the kernel drops any further ones."""
+"""Maximum number of descriptors received with one message, to close them; the kernel drops any further ones."""
 _BACKLOG = 128
 MAX_UNATTACHED_BYTES = MAX_ATTACH_BYTES
 """Maximum length of a frame whose sender is not attached."""
@@ -88,16 +88,16 @@ MAX_PLAIN = 64
 
 
 class ConnectionState(enum.Enum):
-    """How far a process has come on one connection."""
+    """The progress of a process on one connection."""
 
     CONNECTED = enum.auto()
-    """No message has come."""
+    """No message has arrived."""
     CLAIMED = enum.auto()
-    """The process has a row and the descriptors, and must now lock its byte."""
+    """The process has got a row and the descriptors, and must now lock its byte."""
     ATTACHED = enum.auto()
     """Its byte is locked, and the server knows its session: requests are answered."""
     PLAIN = enum.auto()
-    """Its first message was a request, so it has no row; what needs none is answered."""
+    """Its first message was a request, so it has no row; only requests that need none are answered."""
     LEAVING = enum.auto()
     """The process has said goodbye and waits until its row has ended."""
     CLOSED = enum.auto()
@@ -112,26 +112,26 @@ class Line(msgspec.Struct, eq=False):
     credentials: linux.SocketCredentials
     state: ConnectionState = ConnectionState.CONNECTED
     process: Process | None = None
-    """The process that speaks over it, while it is CLAIMED or ATTACHED."""
+    """The process at its other end, while it is CLAIMED or ATTACHED."""
     fds: list[int] = []
-    """Descriptors that came with a message that has arrived in part."""
+    """Descriptors that came with an incomplete message."""
     plain: dict[int, Any] = {}
     """Identities of a client without a row, by number (requests/plain.py)."""
     messages: deque[bytes] = msgspec.field(default_factory=deque)
-    """Messages that wait to be handled; while there are any, nothing is read."""
+    """Messages that wait to be handled; until all are handled, the connection is not read."""
     refused_count: int = 0
-    """How many of its latest messages were no requests."""
+    """Number of its latest messages in a row that were not valid requests."""
     partial_bytes: int = 0
     unsent_bytes: int = 0
-    """As last counted in the server's totals."""
+    """Its unread replies as last added to the server's totals."""
 
     def send(self, message: bytes) -> None:
-        """Send a message; a connection that leaves too much unread is closed. After the end, nothing happens."""
+        """Send a message; a connection that leaves too much unread is closed. No effect on a closed connection."""
         if self.state is not ConnectionState.CLOSED:
             self.server.send(self, message)
 
     def let_go(self, *, ok: bool) -> None:
-        """Close: the row does not need this connection any more. `ok`: first confirm the process's goodbye."""
+        """Close the connection, which the row does not need any more. `ok`: first confirm the process's goodbye."""
         if self.state is ConnectionState.CLOSED:
             return
         if ok:
@@ -205,15 +205,15 @@ class AttachServer(Numbers):
         self._lock_file = linux.file_id(descriptors.sessions_lock)
         self._listener: socket.socket | None = None
         self._path_id: tuple[int, int] | None = None
-        """Identity of the file at `path` as long as it is our socket's."""
+        """Identity of our socket's file at `path`; None if that file is not ours."""
         self._connections: set[Line] = set()
         self._pending: dict[Line, asyncio.TimerHandle] = {}
         """Unfinished handshakes in order of arrival, each with its timeout."""
         self._plain: dict[Line, None] = {}
-        """Connections without a row; the one whose message is newest is last."""
+        """Connections without a row, ordered by their latest message."""
         self._requests: Requests
         self._waiting: deque[Line] = deque()
-        """Connections whose messages wait for their turn."""
+        """Connections whose messages wait for a turn."""
         self._turn_is_due = False
         self._handled_count = 0
         """Messages handled since the loop's last turn."""
@@ -235,7 +235,7 @@ class AttachServer(Numbers):
         return self._listener is not None and path_id(self._path) == self._path_id
 
     def listen(self, path: Path) -> None:
-        """Listen at this path from now on; connections stay. Raises OSError."""
+        """Listen at this path from now on; existing connections stay open. Raises OSError."""
         path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -253,7 +253,7 @@ class AttachServer(Numbers):
         self._loop.add_reader(listener.fileno(), self._accept)
 
     async def stop(self) -> None:
-        """Close all connections, which the processes notice. Their rows stay in the pool for the next server."""
+        """Close all connections, which the processes detect. Their rows stay in the pool for the next server."""
         if self._listener is not None:
             self._loop.remove_reader(self._listener.fileno())
             self._path.unlink(missing_ok=True)
@@ -338,7 +338,7 @@ class AttachServer(Numbers):
             fds, connection.fds = [*connection.fds, *received.fds], []
             self._count_partial(connection)
             if not received.messages and len(fds) <= _MAX_FDS:
-                connection.fds, fds = fds, []  # the message that they came with has arrived in part
+                connection.fds, fds = fds, []  # the message that they came with is incomplete
             received = received._replace(fds=fds)
             self.traffic.received += len(received.messages)
             if connection.state is ConnectionState.PLAIN:
@@ -366,7 +366,7 @@ class AttachServer(Numbers):
             linux.close_all(fds)
 
     def _work(self, connection: Line) -> None:
-        """Handle the messages of a connection, or as many as this turn of the loop may; the others wait."""
+        """Handle the messages of a connection, as many as this turn of the loop allows; the others wait."""
         if connection not in self._connections:
             return
         is_later = connection.messages and (self._waiting or self._handled_count >= MESSAGES_PER_TURN)
@@ -374,7 +374,7 @@ class AttachServer(Numbers):
             self._wait(connection)
 
     def _take_turn(self, connection: Line) -> bool:
-        """Handle messages of a connection. Returns whether none is left."""
+        """Handle messages of a connection. Returns whether all are handled."""
         messages = connection.messages
         started_s = time.monotonic()
         while messages:
@@ -387,7 +387,7 @@ class AttachServer(Numbers):
         return True
 
     def _wait(self, connection: Line) -> None:
-        """Let a connection's messages wait for the next turn; until then it is not read."""
+        """Queue a connection's messages for the next turn; until then it is not read."""
         self._loop.remove_reader(connection.link.fileno())
         self._waiting.append(connection)
         self._look_soon()
@@ -398,7 +398,7 @@ class AttachServer(Numbers):
             self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
-        """A new turn of the loop: handle messages that wait, one connection after the other."""
+        """Begin a new turn of the loop: handle waiting messages, one connection after the other."""
         self._handled_count, self._turn_is_due = 0, False
         ends_s = time.monotonic() + SECONDS_PER_TURN
         while self._waiting and self._handled_count < MESSAGES_PER_TURN and time.monotonic() < ends_s:
@@ -502,7 +502,7 @@ class AttachServer(Numbers):
             self._cut(most, "frames that have arrived in part take too many bytes")
 
     def _cut(self, connection: Line, why: str) -> None:
-        """Close a connection because of what its other end does."""
+        """Close a connection that broke a limit or the protocol."""
         if connection.state is ConnectionState.CLOSED:
             return
         self.traffic.cut_connections += 1
@@ -511,7 +511,7 @@ class AttachServer(Numbers):
         self.drop(connection)
 
     def _refuse(self, connection: Line, error: KvstrataError) -> None:
-        """Send the process the reason, if it still reads, and close the connection."""
+        """Send the error to the process, if it still reads, and close the connection."""
         self._count_refused(connection, error.code, error.message)
         reply = AttachReply(code=error.code, message=error.message[:4096], field=error.field[:256])
         if connection.state is not ConnectionState.CLOSED:
@@ -526,7 +526,7 @@ class AttachServer(Numbers):
         self._thinning.log(_log, logging.WARNING, word, line, connection.credentials.pid, why[:500], word)
 
     def drop(self, connection: Line) -> None:
-        """Close a connection, and tell the table if it spoke for a process. Idempotent."""
+        """Close a connection, and notify the table of processes if it belonged to one. Idempotent."""
         if connection not in self._connections:
             return
         self._connections.discard(connection)
@@ -580,7 +580,7 @@ class AttachServer(Numbers):
 
     def _locked(self, connection: Line) -> None:
         assert connection.process is not None
-        if linux.has_hung_up(connection.link.socket):  # and has unlocked the byte, or is about to
+        if linux.has_hung_up(connection.link.socket):  # the process has unlocked the byte, or is about to
             raise GaveUp("it has ended its wait for an answer")
         self._processes.locked(connection.process)
         connection.state = ConnectionState.ATTACHED

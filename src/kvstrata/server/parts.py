@@ -42,11 +42,11 @@ from kvstrata.tiers.tails import TailPuts
 from kvstrata.types import GB
 
 RECUTS_WAITING = 16
-"""Most lookups whose missing chunks wait to be made of records of other geometries; one is at work at a time."""
+"""Maximum number of lookups that wait for a recut of their missing chunks; one recut runs at a time."""
 IN_FLIGHT_SHARE = 8
-"""One tier may be loading 1/8 of L1's bytes at a time."""
+"""The loads under way of one tier may have 1/8 of L1's bytes."""
 BACKLOG_SHARE = 0.25
-"""Of L1, for chunks that wait for a put."""
+"""Maximum share of L1's bytes for chunks that wait for a put."""
 
 
 class Parts:
@@ -69,38 +69,38 @@ class Parts:
     ) -> None:
         """Set the quotas of tenants and make the parts.
 
-        `news`: who hears of what tiers have, in a cluster.  `peer_tier`: the tier that reads peers, "" without one.
-        `awaited`: asks peers for chunks that their engines compute.
+        `news`: in a cluster, receives changes of the tiers' contents.  `peer_tier`: the tier that reads peers, ""
+        without one. `awaited`: asks peers for chunks that their engines compute.
         """
         self.settings, self.facts, self.pool = settings, facts, pool
         self.loop, self.supervisor, self.clock = loop, supervisor, clock
         self.tiers, self.tokens = tiers, tokens
         self.lane = PoolLane(loop)
-        """For requests of clients; refuses work when its queue is full, and so does that for recuts."""
+        """For clients' requests; refuses work when its queue is full, as the lane for recuts does."""
         self._recut_lane = PoolLane(loop, threads=1, queue=RECUTS_WAITING, name="kv-recut")
         self.own_lane = PoolLane(loop, threads=1, queue=None, name="kv-own")
         """For housekeeping, admins and controllers; never refuses work."""
         for tenant, gigabytes in settings.quotas_gb.items():
             self.set_quota(tenant, int(gigabytes * GB))
 
-        # What refers to no other part.
+        # Parts that refer to no other part.
         self.counters = counters = ServerNumbers()
         for tenant in sorted(set(settings.quotas_gb).union(*tokens.sets)):
             counters.tenants[tenant_number(tenant)] = TenantNumbers(tenant)
         self.readiness = Readiness()
         self.frozen_by: set[str] = set()
-        """Who has ordered that no reserve is granted now: a controller, for a bounded time."""
+        """Controllers that have ordered that no reserve is granted now, for a bounded time."""
         self.explainer = explainer = Explainer(counters, clock, settings.l1.eviction_policy)
         self.trend = Trend(counters, explainer, clock)
         endpoint = settings.observability.otlp_endpoint
         self.tracer = Tracer(endpoint, facts.instance_id) if endpoint else None
 
-        # The attached processes, and what their requests left behind.
+        # The attached processes and their grants.
         self.processes = Processes(pool, facts.epoch, tokens, self.readiness)
         self.grants = Grants(pool, counters, facts.epoch)
         self.awaited_peers = awaited
         self.shared = SharedPrefixes(clock) if news is not None else None
-        """In a cluster."""
+        """None without a cluster."""
 
         # The controllers that put to the tiers and load from them.
         self.store = StoreController(
@@ -121,7 +121,7 @@ class Parts:
         self.claims = Claims(self)
         self.events = PoolEvents(pool, explainer, clock, self.claims.doubt)
 
-        # What serves processes.
+        # Parts that serve processes.
         self.recuts = Recuts(self, self._recut_lane)
         self.requests = Requests(self)
 

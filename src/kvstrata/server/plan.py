@@ -40,7 +40,7 @@ CACHE_FOLDER = "kvstrata"
 """Name of our folder in the user's cache folder."""
 L1_ALIGNMENT = 1 << 20
 SERVER_BYTES, HOST_BYTES = 96 << 20, 48 << 20
-"""About twice the memory of their own that a server and an adapter host without work have (45 and 18 MB, measured)."""
+"""About twice the private memory of an idle server and an idle adapter host (measured: 45 and 18 MB)."""
 MAX_SESSION_SHARE = 8
 """A session may have 1/8 of its pool reserved or quarantined."""
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class InstanceFacts(NamedTuple):
     epoch: int
     """A number that changes with every start; every reply carries it."""
     port: int
-    """The number after which sockets and pool are named; no tcp port."""
+    """The number in the names of sockets and pool; not a tcp port."""
     http_port: int
     """0: no HTTP."""
     socket_dir: Path
@@ -65,11 +65,11 @@ class InstanceFacts(NamedTuple):
 
 
 class P2pEngine(NamedTuple):
-    """What moves the bytes between instances."""
+    """The engine that moves bytes between instances."""
 
     name: Literal["tcp", "nixl"]
     why: str
-    """The engine and why it is this one, for operators."""
+    """The engine and the reason for its choice, for operators."""
 
 
 class Plan(NamedTuple):
@@ -83,13 +83,13 @@ class Plan(NamedTuple):
     tokens: TenantTokens
     http_token: str
     p2p_engine: P2pEngine | None
-    """None: peers are neither read nor served."""
+    """None: this instance neither reads nor serves peers."""
 
 
 def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list[str] | None = None) -> Plan:
     """Check everything that can be checked without opening anything. Raises ConfigError.
 
-    If `lacking` is given, it gets the messages of each MachineLacks, and the plan is one that is not to be run.
+    If `lacking` is given, it collects the messages of each MachineLacks, and the plan must not be run.
     """
 
     def here(check: Callable[[], T], otherwise: T) -> T:
@@ -141,7 +141,7 @@ def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list
 
 
 def used(planned: Plan, environment: Mapping[str, str]) -> ServerSettings:
-    """The settings of a plan, with what the server would use in place of each that is not set."""
+    """The settings of a plan, with the server's values for all settings that are not set."""
     settings = planned.settings
     l1 = settings.l1
     shm = l1.segment_dir or str(segment_dir(settings.named_port, settings.instance_id))
@@ -168,7 +168,7 @@ def tcp_ports(settings: ServerSettings) -> list[Listening]:
 
 
 def _p2p_engine(settings: ServerSettings, environment: Mapping[str, str]) -> P2pEngine | None:
-    """What moves the bytes between instances; None for nothing. Raises ConfigError, and MachineUnfit."""
+    """The engine that moves bytes between instances; None: no engine. Raises ConfigError, and MachineUnfit."""
     p2p = settings.p2p
     if not settings.controller.url or p2p.engine == "off":
         return None
@@ -200,7 +200,7 @@ def _p2p_engine(settings: ServerSettings, environment: Mapping[str, str]) -> P2p
 
 
 def _check_seal(settings: ServerSettings) -> None:
-    """Raises ConfigError where p2p.seal protects nothing, MachineUnfit if the package that it needs is missing."""
+    """Raises ConfigError if p2p.seal would protect nothing, MachineUnfit if the package that it needs is missing."""
     if settings.p2p.engine == "nixl":
         raise ConfigError(
             "p2p.seal: true, but with p2p.engine nixl readers fetch the bytes by themselves, so that nobody seals them;"
@@ -227,7 +227,7 @@ def default_l1_bytes() -> int:
 
 
 def processes_bytes(adapters: list[TierConfig]) -> int:
-    """Memory that the server and its adapter hosts take beside L1 and its index, when they begin to serve."""
+    """Bytes of memory, besides L1 and its index, that the server and its adapter hosts use when they begin to serve."""
     hosts = sum(config.isolated for config in adapters)
     staging_bytes = sum(
         int(config.common.codec_staging_mb * (1 << 20)) for config in adapters if config.chain.encodes

@@ -36,7 +36,7 @@ from kvstrata.types import GB
 LIVE = ("log_level", "quotas_gb", "l2.drain_s")
 HTTP_TOKEN, TENANTS = "http.token_file", "security.tenants_file"
 PREFAULT_THREADS = 2
-"""They fault in the pool at the start, beside the first requests."""
+"""Number of threads that fault in the pool at the start, while the first requests are served."""
 
 
 class Server(Process):
@@ -91,16 +91,16 @@ class Server(Process):
         await instance.parts.prefetch.stop(max(0.0, ends_s - self.loop.time()))
 
     def under_way(self) -> dict[str, object]:
-        """Puts and loads that a stop waits for."""
+        """The puts and loads that a stop waits for."""
         parts = self._instance.parts
         return {"puts": parts.store.undone, "fetches": parts.prefetch.fetches_running}
 
     def given_up(self) -> dict[str, object]:
-        """Puts that were given up, and what the engines held when the stop began; they keep it over the restart."""
+        """Abandoned puts, and the grants that engines held when the stop began and keep over the restart."""
         return {"puts_given_up": self._instance.parts.store.undone, **self._held}
 
     def standing(self) -> str:
-        """Where engines find the server, and how large L1 is."""
+        """One line with the socket directory and the size of L1."""
         size_gb = self._instance.parts.pool.extents_bytes / GB
         return f"serving at {self._instance.parts.facts.socket_dir}, L1 of {size_gb:.1f} GB"
 
@@ -112,17 +112,17 @@ class Server(Process):
             command = shlex.join(["kvstrata", "ctl", "pool", "free", str(pool.place)])
             return "pool_kept", {"place": pool.place, "bytes": pool.memory_bytes, "to_free": command}
         if segment.backing == "memfd" or self._plan.settings.l1.forget_on_exit:
-            # Engines map it until they attach to another server or end, and its memory stays as long.
+            # Engines map it until they attach to another server or end; its memory stays until then.
             place = "memfd" if segment.backing == "memfd" else segment.place
             return "pool_removed", {"place": place, "engines": self._held["engines"]}
         return None
 
     async def reload(self) -> dict[str, object]:
-        """Read settings and token files, and change at once what can change now. Raises ConfigError."""
+        """Read settings and token files again, and apply those that can change at run time. Raises ConfigError."""
         newer = await self.loop.run_in_executor(None, lambda: plan(self._reread(), os.environ))
         before = msgspec.structs.replace(self._settings, log_level=current_level())
         found = sorted_out(before, newer.settings, LIVE, (HTTP_TOKEN, TENANTS))
-        # A token file that is new, or not named any more, needs a restart.
+        # Adding or removing the setting of a token file needs a restart.
         served, given, parts = self._instance.http_token, newer.settings, self._instance.parts
         has_token = HTTP_TOKEN not in found.restart and bool(given.http.token_file)
         if served is not None and has_token and served.replace(newer.http_token):

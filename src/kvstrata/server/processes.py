@@ -58,15 +58,15 @@ if TYPE_CHECKING:
 MAX_IDENTITIES = 4096
 """Maximum number of identities of one session; the one that was declared or used longest ago is dropped."""
 MAX_NAME_CHARS = 4096
-"""Longest adapter, tenant or salt."""
+"""Maximum length of an adapter's name, a tenant or a salt."""
 ADAPTERS_REMEMBERED = 64
-"""Of each engine: those that were declared last."""
+"""Number of adapters remembered for each engine, those that were declared last."""
 SESSIONS_OF_PROCESS, SESSIONS_OF_TOKEN = 64, 512
 """Maximum number of sessions of one process, and of all processes that may name the same tenants."""
 MAX_MODELS = 3
-"""Layouts whose chunks have costs of their own in the pool."""
+"""Maximum number of layouts whose chunks have costs of their own in the pool."""
 OLD_ROW_INTERVAL_S = 1.0
-"""Time between two looks at the locks of rows from before a restart."""
+"""Interval between checks of the locks of rows from before a restart."""
 MAX_ELEMENT_BYTES = 16
 
 _log = logging.getLogger(__name__)
@@ -76,24 +76,24 @@ _log = logging.getLogger(__name__)
 
 
 class RowState(enum.Enum):
-    """Who owns a row."""
+    """The ownership of a row."""
 
     FREE = enum.auto()
     """No session has it."""
     OLD = enum.auto()
-    """An earlier server gave it out, and its process has not attached to this one."""
+    """An earlier server granted it, and its process has not attached to this one."""
     CLAIMED = enum.auto()
-    """A process has been given it but has not locked its byte yet; the rest of the server does not know it."""
+    """It was granted to a process that has not locked its byte yet and that the rest of the server does not know."""
     RECLAIMED = enum.auto()
-    """The process of an OLD row attaches again but has not said yet that its byte is locked."""
+    """The process of an OLD row attaches again but has not confirmed yet that its byte is locked."""
     ATTACHED = enum.auto()
-    """Its process lives, and has a connection or is replacing it."""
+    """Its process is alive, and has a connection or is replacing it."""
     DETACHED = enum.auto()
-    """Its process lives and has no connection; everything it owns stays."""
+    """Its process is alive without a connection, and keeps everything that it owns."""
     RETIRING = enum.auto()
     """Its process has ended or said goodbye. Its operations are being ended; then the row is freed."""
     STRANDED = enum.auto()
-    """Its process ended while no server watched; a device may still write into extents that the row quarantines."""
+    """Its process ended while no server ran; a device may still write into extents that the row quarantines."""
 
 
 class RowEvent(enum.Enum):
@@ -104,7 +104,7 @@ class RowEvent(enum.Enum):
     CLAIMED = enum.auto()
     """A process asks to attach with the row's session."""
     LOCKED = enum.auto()
-    """The process says that it has locked the row's byte, and it has."""
+    """The process reports that it has locked the row's byte, and the server has verified that."""
     LOST = enum.auto()
     """The connection of the process is closed."""
     DIED = enum.auto()
@@ -116,9 +116,9 @@ class RowEvent(enum.Enum):
     ENDED = enum.auto()
     """The pool has freed the row."""
     KEPT_BYTES = enum.auto()
-    """Its process ended while no server watched, and its bytes stay quarantined: a device may still write them."""
+    """Its process ended while no server ran, and its bytes stay quarantined: a device may still write them."""
     CLEARED = enum.auto()
-    """An operator says that no device writes for this session any more."""
+    """An operator confirms that no device writes for this session any more."""
 
 
 MOVES = {
@@ -174,10 +174,10 @@ class DeclaredIdentity(msgspec.Struct, frozen=True, eq=False, weakref=True):
 
 
 class Use(msgspec.Struct, eq=False, weakref=True):
-    """What all sessions of one process, or all with one token, have under way together."""
+    """The work and reservations under way of all sessions of one process, or of all with one token."""
 
     n_tasks: int = 0
-    """Requests that take time."""
+    """Number of running tasks."""
     reserved_bytes: int = 0
     """Bytes of open reservations, and of reserves that are not answered yet."""
     promised_chunks: int = 0
@@ -192,21 +192,21 @@ class EngineGroup(msgspec.Struct, eq=False):
     use: EngineUse = msgspec.field(default_factory=EngineUse)
     members: dict[bytes, Process] = {}
     slices: list[bytes] = []
-    """Digests of the slices of present members, sorted: the order of extents in a lookup's reply."""
+    """Digests of the slices of attached members, sorted: the order of extents in a lookup's reply."""
     packed_slices: bytes = b""
     """The digests of `slices`, concatenated."""
     rows: list[int] = []
-    """Pool rows of all members; a lease is granted to each of them.  Another list after each change."""
+    """Pool rows of all members; a lease is granted to each of them.  Each change makes a new list."""
     spans: tuple[int, ...] = ()
-    """For each of `slices` how many of a hit's last chunks are needed in it, 0: all; () if all are in each."""
+    """For each of `slices` how many of a hit's last chunks it needs, 0: all; () if every slice needs all."""
     prompt_tokens_s: float = 0.0
-    """As its scheduler last reported, see wire.Ping; 0: not known."""
+    """Prefill rate that its scheduler last reported (wire.Ping); 0: unknown."""
     complete: bool = False
-    """Whether every slice of the engine has a present member."""
+    """Whether every slice of the engine has an attached member."""
     _adapters: dict[str, None] = {}
 
     def changed(self) -> None:
-        """Members came or went."""
+        """Recompute the fields that depend on the members."""
         of = {member.digest: member.span for member in self.members.values() if member.digest}
         self.slices = sorted(of)
         self.packed_slices = b"".join(self.slices)
@@ -217,11 +217,11 @@ class EngineGroup(msgspec.Struct, eq=False):
 
     @property
     def adapters(self) -> list[str]:
-        """`RequestIdentity.adapter` of the requests that its processes have, as last declared; the newest first."""
+        """`RequestIdentity.adapter` of its processes' identities, the last declared one first."""
         return list(reversed(self._adapters))
 
     def declares(self, adapter: str) -> None:
-        """A process has declared an identity with this `adapter`."""
+        """Record that a process has declared an identity with this `adapter`."""
         self._adapters.pop(adapter, None)
         self._adapters[adapter] = None
         if len(self._adapters) > ADAPTERS_REMEMBERED:
@@ -235,7 +235,7 @@ class EngineGroup(msgspec.Struct, eq=False):
 
     @property
     def load_rate(self) -> tuple[float, float] | None:
-        """How fast the engine loads chunks of all slices: latency in seconds, and bytes a second; None: not known.
+        """How fast the engine loads chunks of all slices: latency in seconds, and bytes per second; None: unknown.
 
         Its processes load at the same time, and the engine waits for the slowest.
         """
@@ -261,49 +261,49 @@ class Process(msgspec.Struct, eq=False):
     request: AttachRequest | None = None
     """None for a process that attached to an earlier server and not to this one."""
     tenants: frozenset[str] | None = None
-    """The tenants that it may name; None: any."""
+    """The tenants that it may use; None: any."""
     state: RowState = RowState.FREE
     resumed: bool = False
-    """It was attached before: to this server, or to an earlier one whose pool was adopted."""
+    """Whether it was attached before: to this server, or to an earlier one whose pool was adopted."""
     registers_memory: bool = False
     """Whether a device might access the extents on its behalf when it attached to an earlier server."""
     kept_bytes: int = 0
     """Bytes that the row quarantines while it is STRANDED."""
     pidfd: int = -1
     line: Line | None = None
-    """The connection that speaks for it."""
+    """Its current connection."""
 
     # Of a process that is attached.
     group: EngineGroup = msgspec.field(default_factory=lambda: NO_ENGINE)
     digest: bytes = b""
-    """Of its slice; empty for a scheduler."""
+    """Digest of its slice; empty for a scheduler."""
     span: int = 0
-    """How many of a hit's last chunks are needed in its slice; 0: all."""
+    """How many of a hit's last chunks its slice needs; 0: all."""
     chunk_record_bytes: int = 0
     """Length of a whole chunk's record in its slice; a tail's is shorter."""
     pinged_s: float = 0.0
-    """Time of its last ping by `time.monotonic`; 0: none since it attached."""
+    """Time of its last ping by `time.monotonic`; 0: no ping since it attached."""
     identities: dict[int, DeclaredIdentity] = {}
     copies: dict[str, object] | None = None
     """How the process copies, as it last reported; None if its blocks are in host memory."""
     load_rate: tuple[float, float] | None = None
-    """How fast it loads its slice of chunks, as it last reported: latency in seconds, and bytes a second."""
+    """How fast it loads its slice of chunks, as last reported: latency in seconds, and bytes per second."""
     uses: tuple[Use, ...] = ()
-    """What it has under way together with the other sessions of its process, and of its token if there are any."""
+    """The counters that it shares with the other sessions of its process, and with those of its token if it has one."""
     last_seq: int = -1
     """Number of its last request."""
     running: dict[int, Running] = {}
-    """Its requests that take time, by number."""
+    """Its running tasks, by request number."""
     grants: dict[int, Lease | Reservation | Promise] = {}
     """The leases of its lookups whose share it has not released, its reservations and promises, by number
     (grants.py)."""
 
     def __repr__(self) -> str:
-        """The row, without what the process declared."""
+        """The row's number and state, without the process's declaration."""
         return f"Process(row={self.row}, pid={self.pid}, {self.state.name})"
 
     def move(self, event: RowEvent) -> RowState:
-        """Enter the state that `MOVES` gives. Returns the state before."""
+        """Enter the state that `MOVES` gives. Returns the previous state."""
         before, self.state = self.state, MOVES[self.state][event]
         return before
 
@@ -315,16 +315,16 @@ class Process(msgspec.Struct, eq=False):
 
     @property
     def detached(self) -> bool:
-        """Its connection is closed."""
+        """Whether its connection is closed."""
         return self.state is RowState.DETACHED
 
     def is_at(self, line: Line, pidfd: int) -> bool:
-        """Whether this process is at the other end of a connection, and the pidfd is its own."""
+        """Whether this process is at the other end of `line`, and `pidfd` is its own."""
         return self.pid == line.credentials.pid and linux.same_process(self.pidfd, pidfd) is not False
 
 
 class Running(msgspec.Struct, eq=False):
-    """One request that takes time, until it is answered and its task has ended."""
+    """The task of one request, until the request is answered and the task has ended."""
 
     sender: Line
     process: Process
@@ -333,9 +333,9 @@ class Running(msgspec.Struct, eq=False):
     started_s: float
     """When it arrived, by `time.perf_counter`."""
     uses: tuple[Use, ...]
-    """Where it is counted; the process may attach again with another token meanwhile."""
+    """The counters that include it; the process may attach again with another token meanwhile."""
     stopped: bool = False
-    """It has been answered early; what it is still granted ends with its task."""
+    """It has been answered early; a grant that it still gets ends with its task."""
     task: asyncio.Task[None] | None = None
 
 
@@ -346,7 +346,7 @@ class TenantTokens:
         self._tokens = dict(tokens or {})
 
     def replace(self, other: TenantTokens) -> bool:
-        """Allow what `other` allows, from the next attach on; returns whether that differs. Both must have tokens."""
+        """Use the tokens of `other` from the next attach on; returns whether they differ. Both must have tokens."""
         assert self._tokens and other._tokens
         before, self._tokens = self._tokens, other._tokens
         return self._tokens != before
@@ -358,7 +358,7 @@ class TenantTokens:
 
     @property
     def sets(self) -> list[frozenset[str]]:
-        """For each token the tenants that it opens."""
+        """For each token the tenants that it allows."""
         return list(self._tokens.values())
 
     def allowed(self, token: str) -> frozenset[str] | None:
@@ -380,7 +380,7 @@ class Readiness:
         self._why_not = "starting"
 
     def set(self, why_not: str = "") -> None:
-        """Set the reason why the instance is not ready; empty: it is."""
+        """Set the reason why the instance is not ready; empty: it is ready."""
         self._why_not = why_not
 
     def __call__(self) -> tuple[bool, str]:
@@ -393,7 +393,7 @@ class Readiness:
 
     @property
     def stopping(self) -> bool:
-        """Whether the instance is about to end: it takes no new processes."""
+        """Whether the instance is about to end, so that no new process may attach."""
         return self._why_not == "stopping"
 
 
@@ -414,13 +414,13 @@ class Processes:
         """Processes that live and have claimed a row of this server, by session."""
         self._groups: dict[bytes, EngineGroup] = {}
         self._by_root: WeakValueDictionary[bytes, DeclaredIdentity] = WeakValueDictionary()
-        """Each as long as a process has it."""
+        """Declared identities by root, each as long as a process has it."""
         self._uses: WeakValueDictionary[Hashable, Use] = WeakValueDictionary()
-        """By pid, or session where no pid can be seen; and by token."""
+        """Counters by pid (by session where the pid is not visible), and by token."""
         self._models: dict[LayoutIdentity, int] = {}
         self._next_number = ((epoch & 0xFFFFFF) << 32) | 1
         self._element_bytes: dict[bytes, int] = {}
-        """Bytes of a number in the payloads of a slice, by its digest."""
+        """Element size in bytes of a slice's payloads, by the slice's digest."""
         self._ending: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
@@ -431,7 +431,7 @@ class Processes:
     async def start(self, requests: Requests, sessions_lock: int) -> None:
         """Take over the rows from before a restart, and end those whose processes have died since.
 
-        `requests` hears of processes that attach and end. `sessions_lock`: descriptor of sessions.lock.
+        `requests` is notified of processes that attach and end. `sessions_lock`: descriptor of sessions.lock.
         """
         self._loop, self._requests, self._sessions_lock = asyncio.get_running_loop(), requests, sessions_lock
         self._lane = ThreadPoolExecutor(1, "kv-rows", name_thread)
@@ -445,7 +445,7 @@ class Processes:
             self._sweeper = asyncio.create_task(self._sweep(), name="attach-sweep-old-rows")
 
     async def stop(self) -> None:
-        """Stop looking for old rows whose processes have ended, and watching the others."""
+        """Stop checking old rows for ended processes, and watching the other processes."""
         self._stopping.set()
         if self._sweeper is not None:
             await self._sweeper
@@ -455,15 +455,15 @@ class Processes:
         self._living.clear()
 
     async def ended(self) -> None:
-        """Wait until the rows that are being ended have ended. No row can be ended after this."""
+        """Wait for the end of all RETIRING rows. No row can be retired after this."""
         await asyncio.gather(*self._ending, return_exceptions=True)
         self._lane.shutdown()
 
-    # --- what is in it -----------------------------------------------------------------------------------
+    # --- queries -----------------------------------------------------------------------------------------
 
     @property
     def groups(self) -> list[EngineGroup]:
-        """All groups with a process."""
+        """All groups that have an attached process."""
         return list(self._groups.values())
 
     def __iter__(self) -> Iterator[Process]:
@@ -472,7 +472,7 @@ class Processes:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes that the chunks in all engines' own caches would take in L1, as far as engines have told."""
+        """Bytes that the chunks in all engines' own caches would take in L1, as far as engines have reported them."""
         return sum(one.request.kv_bytes for one in self if one.request is not None)
 
     def get(self, session: bytes) -> Process | None:
@@ -485,7 +485,7 @@ class Processes:
         return sum(process.state in states for process in self._rows.values())
 
     def element_bytes_of(self, slice_digest: bytes) -> int:
-        """Bytes of a number in this slice's payloads, for codecs; 2 where nothing is known. Any thread."""
+        """Element size in bytes of this slice's payloads, for codecs; 2 if unknown. Any thread."""
         return self._element_bytes.get(slice_digest, 2)
 
     # --- attaching ---------------------------------------------------------------------------------------
@@ -511,19 +511,19 @@ class Processes:
             return self._claim_row(request, tenants, pidfd, line)
         if process.state not in KNOWN:
             assert process.line is not None
-            process.line.let_go(ok=False)  # the process gave up its first try; its hang-up is unread
+            process.line.let_go(ok=False)  # the process gave up its first attempt; its hang-up is unread
             return self._claim_row(request, tenants, pidfd, line)
         check_resumed(request, process.declared)
-        # Its token may be another, or open other tenants since the file was read again.
+        # Its token may differ, or allow other tenants since the file was read again.
         process.tenants = tenants
         earlier, process.line = process.line, line
         if earlier is not None:
             earlier.let_go(ok=False)
-        linux.close_all([pidfd])  # the process has one already
+        linux.close_all([pidfd])  # the process already has a pidfd here
         return process
 
     def locked(self, process: Process) -> None:
-        """Announce a process that says it has locked its byte.
+        """Announce a process that reports that it has locked its byte.
 
         Raises BadRequest if no process has locked the byte, NotPermitted if another process has.
         """
@@ -549,7 +549,7 @@ class Processes:
         )  # fmt: skip
 
     def announce(self, process: Process) -> None:
-        """Make a process, whose declaration was checked, a member of its engine; its requests are valid from now on."""
+        """Make a process with a checked declaration a member of its engine; its requests are accepted from now on."""
         request, before = process.declared, process.move(RowEvent.LOCKED)
         if before not in KNOWN:
             self._living[process.session] = process
@@ -570,10 +570,10 @@ class Processes:
         process.group.changed()
 
     def _check_room(self, session: bytes, pid: int, tenants: frozenset[str] | None) -> None:
-        """Raises Refused if a process, or a token, has as many sessions as it may have, and so no room for this one.
+        """Raises Refused if this session would exceed the maximum number of sessions of its process, or of its token.
 
-        A session that is attached already needs no room. Sessions of processes in other PID namespaces (`pid` 0) are
-        not counted, since these processes look alike. `tenants` None: there are no tokens, so none is counted.
+        A session that is attached already is not checked. Sessions of processes in other PID namespaces (`pid` 0) are
+        not counted, since these processes cannot be distinguished. `tenants` None: tokens are not used or counted.
         """
         attached = list(self)
         if any(one.session == session for one in attached):
@@ -596,7 +596,7 @@ class Processes:
     def _check_tenants(
         self, request: AttachRequest, tenants: frozenset[str] | None, others: Iterable[Process]
     ) -> None:
-        """Raises NotPermitted unless the other processes of the group may use the same tenants, or did until the file
+        """Raises NotPermitted unless the other processes of the group may use the same tenants, or could until the file
         of tokens was read again."""
         for other in others:
             same_group = other.declared.group == request.group
@@ -657,17 +657,17 @@ class Processes:
     # --- ending ------------------------------------------------------------------------------------------
 
     def lost(self, process: Process, line: Line) -> None:
-        """Detach a process, or end its row, if the connection that has closed, `line`, still spoke for it."""
+        """Handle the end of connection `line`, unless another one replaced it: detach its process, or end its row."""
         if process.line is not line:
             return
         process.line = None
         if process.move(RowEvent.LOST) in (RowState.CLAIMED, RowState.RECLAIMED):
-            self._let_row_go(process)  # at once, because the session owns nothing yet
+            self._let_row_go(process)  # at once, because the session has no grants yet
         else:
             self._events.debug("detached", session=shown_name(process.session), pid=process.pid)
 
     def bye(self, process: Process) -> None:
-        """End the row of a process that says goodbye; once the row is free, its connection gets "ok" and is closed.
+        """End the row of a process that said goodbye; once the row is free, its connection gets "ok" and is closed.
 
         Raises BadRequest while the row's byte is locked.
         """
@@ -694,13 +694,13 @@ class Processes:
         """Undo a claim that was not completed: an old row becomes OLD again and keeps its bytes, a new row is freed."""
         self.leave(process)
         if process.state is RowState.OLD:
-            process.request, process.tenants = None, None  # its lock still tells whether its process lives
+            process.request, process.tenants = None, None  # its lock still shows whether its process is alive
         else:
             del self._rows[process.row]
             self._pool.row_gone(process.row)
 
     def leave(self, process: Process) -> None:
-        """Take a process that has ended, or has not completed its claim, out of its engine, and watch it no more."""
+        """Remove a process that has ended, or has not completed its claim, from its engine, and stop watching it."""
         if process.pidfd >= 0:
             self._unwatch(process)
         self._living.pop(process.session, None)
@@ -720,9 +720,9 @@ class Processes:
     def _retire(
         self, process: Process, line: Line | None = None, *, unseen: bool = False
     ) -> asyncio.Task[None]:
-        """Begin to end a row in RETIRING; when it has ended, `line` gets an "ok".
+        """Begin to end a RETIRING row; when it has ended, `line` gets an "ok".
 
-        `unseen`: the process ended while no server watched, which only its free byte shows.
+        `unseen`: the process ended while no server ran, which only its free byte shows.
         """
         self.leave(process)
         task = asyncio.create_task(self._end_row(process, line, unseen), name=f"attach-end-row-{process.row}")
@@ -769,10 +769,11 @@ class Processes:
         return [process for process in self._rows.values() if process.state is RowState.STRANDED]
 
     async def clear_stranded(self, sessions: Sequence[bytes] | None = None) -> list[Process]:
-        """Free the extents of stranded sessions (None: all). An operator has said that no device writes for them now.
+        """Free the extents of stranded sessions (None: all), after an operator has confirmed that no device writes
+        there.
 
         Returns the cleared ones. Raises KeyError, and clears none, if one of them is not stranded. If the call is
-        cancelled, they are cleared all the same.
+        cancelled, they are cleared nevertheless.
         """
         by_name = {process.session: process for process in self.stranded()}
         names = by_name if sessions is None else dict.fromkeys(sessions)
@@ -804,9 +805,9 @@ class Processes:
     # --- identities --------------------------------------------------------------------------------------
 
     def model_number(self, layout: LayoutIdentity) -> int:
-        """Under which the pool keeps the costs of a layout's chunks; 0 beyond MAX_MODELS layouts.
+        """The number under which the pool keeps the costs of a layout's chunks; 0 beyond MAX_MODELS layouts.
 
-        It depends on the layout, so that one which is alone here keeps its number over restarts.
+        It is derived from the layout, so a layout that is alone here keeps its number over restarts.
         """
         free = sorted(set(range(1, MAX_MODELS + 1)).difference(self._models.values()))
         if layout not in self._models and free:

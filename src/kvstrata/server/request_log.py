@@ -22,13 +22,13 @@ from kvstrata.observability.logging import EventLog
 
 MAGIC = b"KVREQS01"
 HEADER = struct.Struct("<8sIIQ")
-"""MAGIC, tokens of a chunk, 0, begin of the file in unix ms."""
+"""MAGIC, tokens of a chunk, 0, unix time in ms at which the file begins."""
 FILE_BYTES = 64 << 20
 FILES = 16
 
 
 class RequestLog:
-    """See the module."""
+    """Writes the log of requests, as the module describes."""
 
     def __init__(self, pool: Pool, folder: Path, chunk_tokens: int) -> None:
         """Begin to log. Raises ConfigError if the folder cannot be made, or others may write to it."""

@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from kvstrata.server.parts import Parts
 
 CLEAR_WAIT_S = 30.0
-"""Longest time that a clear waits for bytes in use to become free."""
+"""Maximum time that a clear waits for bytes in use to become free."""
 
 
 class Cleared(NamedTuple):
-    """What a clear did."""
+    """The outcome of a clear."""
 
     tiers: dict[str, int]
-    """Chunks that left each tier."""
+    """Number of chunks dropped from each tier."""
     held: int
-    """Chunks that clears have dropped from L1 and whose bytes a put or a read of the server still uses."""
+    """Number of chunks that clears have dropped from L1 and whose bytes a put or a read of the server still uses."""
     leased: int
-    """Chunks that clears have dropped from L1 and whose bytes an engine still reads."""
+    """Number of chunks that clears have dropped from L1 and whose bytes an engine still reads."""
     kept: int
-    """Chunks that stay in L1, because they are claimed or another instance reads them."""
+    """Number of chunks that stay in L1, because they are claimed or another instance reads them."""
 
     @property
     def n_chunks(self) -> int:
@@ -58,8 +58,8 @@ class Clearing:
 
         `scope`: "l1", "l2" or "all".
 
-        Bytes of L1 that are in use become free when the use ends.  `wait`: return only then, but at most CLEAR_WAIT_S
-        later.  Raises StorageError when a tier could not be cleared, BadRequest for L2 of one tenant.
+        Bytes of L1 that are in use become free when the use ends.  `wait`: return when all are free, or after
+        CLEAR_WAIT_S.  Raises StorageError when a tier could not be cleared, BadRequest for L2 of one tenant.
         """
         if tenant is not None and scope != "l1":
             raise BadRequest(

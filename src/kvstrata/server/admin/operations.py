@@ -15,7 +15,7 @@ from kvstrata.process import operations
 from kvstrata.process.operations import Chunks, Claiming, Reply, operation, operations_of
 from kvstrata.types import GB, MAX_QUOTAS, next_of, shown_name
 
-if TYPE_CHECKING:  # with compiled modules, which `kvstrata ctl` does without
+if TYPE_CHECKING:  # these load compiled modules, which `kvstrata ctl` must not need
     from kvstrata.server.parts import Parts
     from kvstrata.server.processes import Process
 
@@ -23,7 +23,7 @@ Document = dict[str, Any]
 
 
 class Admin(NamedTuple):
-    """What the operations use of one instance."""
+    """The parts of one instance that the operations use."""
 
     parts: Parts
     page: Callable[[], bytes]
@@ -31,7 +31,7 @@ class Admin(NamedTuple):
     log: EventLog
 
     def readiness(self) -> tuple[bool, str]:
-        """Whether requests are served, and why not."""
+        """Whether requests are served, and if not, why."""
         return self.parts.readiness()
 
 
@@ -42,7 +42,7 @@ class Explain(msgspec.Struct):
 
 
 class Hint(msgspec.Struct):
-    """What comes after a request of an engine."""
+    """What follows a request of an engine."""
 
     request_id: Annotated[
         str, Meta(min_length=1, description="As the API returned it, or as the engine logs it.")
@@ -55,7 +55,7 @@ class Hint(msgspec.Struct):
 
 
 class Prompt(Chunks, kw_only=True):
-    """A prompt to load into L1 before any user asks."""
+    """A prompt to load into L1 before any request needs it."""
 
     budget_bytes: Annotated[int, Meta(gt=0, description="Maximum number of bytes to bring to L1.")] = 1 << 30
     budget_s: Annotated[float, Meta(gt=0, le=3_600, description="Seconds after which no load is begun.")] = (
@@ -92,7 +92,7 @@ class StrandedSession(msgspec.Struct):
 
 
 class Quota(msgspec.Struct):
-    """How much of L1 others cannot take from a tenant."""
+    """The share of L1 that other tenants cannot take from a tenant."""
 
     tenant: Annotated[str, Meta(min_length=1, max_length=256, description="Name of the tenant.")]
     quota_gb: Annotated[float, Meta(gt=0, le=1 << 20, description="In GB of 2^30 bytes.")]
@@ -137,10 +137,10 @@ def explain(admin: Admin, ask: Explain) -> Document:
 
 @operation("POST", "/v1/hint", ctl="hint")
 async def hint(admin: Admin, ask: Hint) -> Document:
-    """Say what comes after a recent request, so that L1 keeps its chunks as long as such chunks are worth it.
+    """Say what follows a recent request, so that L1 keeps its chunks as long as such chunks are worth it.
 
-    Nobody is trusted: what a hint is worth is learnt by what became of the chunks that had it. `chunks`: how many
-    chunks of the request are in L1.
+    Hints are not trusted: the value of a hint is learnt from the later use of the chunks that had it. `chunks`: how
+    many chunks of the request are in L1.
     """
     try:
         said = next_of(ask.next)
@@ -157,7 +157,7 @@ async def prewarm(admin: Admin, ask: Prompt) -> Document:
 
 @operation("GET", "/v1/prewarm/{job}")
 def prewarm_outcome(admin: Admin, ask: Job) -> Document:
-    """The report of a prewarm so far: what it cost, and what later requests had of it."""
+    """The report of a prewarm so far: its cost, and how much later requests used of it."""
     return admin.parts.prewarms.job(ask.job).report()
 
 
@@ -165,8 +165,8 @@ def prewarm_outcome(admin: Admin, ask: Job) -> Document:
 async def claim(admin: Admin, ask: Claiming) -> Document:
     """Keep the chunks of a prompt in L1 until a time: all of them, or none.
 
-    It is accepted, over restarts too, or refused (429) with a reason and what would be possible. All claims together
-    keep at most a quarter of L1. Chunks are named by tokens, or by keys, whose ancestors are then kept too.
+    A claim is accepted, also across restarts, or refused (429) with a reason and what would be possible. All claims
+    together keep at most a quarter of L1. Chunks are named by tokens, or by keys, whose ancestors are then kept too.
     """
     return (await admin.parts.claims.claim_prompt(ask)).document()
 
@@ -192,9 +192,9 @@ async def release(admin: Admin, ask: Claimed) -> Document:
 async def clear(admin: Admin, ask: Clear) -> Document:
     """Drop the chunks of L1, L2 or both.
 
-    Puts that are under way go on; a clear of L2 drops their records too. `pending`: chunks dropped from L1, now or
-    before, whose bytes are still in use: `held` by a put or a read of the server, `leased` by an engine. `kept`: those
-    that are `claimed`, or that another instance reads there.
+    Puts that are under way continue; a clear of L2 drops their records too. `pending`: chunks dropped from L1, now or
+    before, whose bytes are still in use: `held` by a put or a read of the server, `leased` by an engine. `kept`: chunks
+    that stay because they are `claimed`, or because another instance reads them.
     """
     return (await admin.parts.clearing.clear(ask.tier, ask.tenant, wait=ask.wait)).document()
 
@@ -203,15 +203,15 @@ async def clear(admin: Admin, ask: Clear) -> Document:
 def stranded(admin: Admin) -> Document:
     """Sessions of dead processes whose GPU may still write into L1, and the bytes that they quarantine.
 
-    Their registered memory ended while no server watched. No server saw their device stop, so the device may still
-    write there. Only the host's operator can rule it out.
+    These processes had registered memory and ended while no server ran. So no server saw their device stop, and the
+    device may still write there. Only the host's operator can rule that out.
     """
     return {"stranded": [_row(one) for one in admin.parts.processes.stranded()]}
 
 
 @operation("POST", "/v1/stranded/clear", ctl="stranded clear")
 async def clear_stranded(admin: Admin, ask: StrandedSession) -> Document:
-    """Free a stranded session's extents, only when neither the system nor the driver lists its process."""
+    """Free a stranded session's extents; do it only when neither the system nor the driver lists its process."""
     processes = admin.parts.processes
     names = {shown_name(one.session): one.session for one in processes.stranded()}
     try:
@@ -233,7 +233,7 @@ def _row(one: Process) -> Document:
 
 @operation("PUT", "/v1/tenants/{tenant:path}/quota", ctl="quota")
 def change_quota(admin: Admin, ask: Quota) -> Document:
-    """Set what L1 protects of a tenant's chunks until the server ends: put it into the settings (`quotas_gb`) too."""
+    """Set a tenant's quota of L1 until the server ends; to keep it, put it into the settings (`quotas_gb`) too."""
     quota_bytes = round(ask.quota_gb * GB)
     if not admin.parts.set_quota(ask.tenant, quota_bytes):
         raise BadRequest(
@@ -251,7 +251,7 @@ async def l2_adapters(admin: Admin) -> Document:
 
 @operation("POST", "/v1/l2/adapters/{name}/pause", ctl="l2 pause")
 def pause_l2_adapter(admin: Admin, ask: Adapter) -> Document:
-    """Ask an adapter's storage nothing until it is resumed or the server restarts.
+    """Stop using an adapter's storage until it is resumed or the server restarts.
 
     Chunks that wait for a put are skipped. `under_way` counts operations that have not ended.
     """
@@ -260,7 +260,7 @@ def pause_l2_adapter(admin: Admin, ask: Adapter) -> Document:
 
 @operation("POST", "/v1/l2/adapters/{name}/resume", ctl="l2 resume")
 def resume_l2_adapter(admin: Admin, ask: Adapter) -> Document:
-    """Use a paused adapter as before, from now on."""
+    """Use a paused adapter again from now on."""
     return _named(admin, ask.name, admin.parts.tiers.resume(ask.name))
 
 

@@ -37,16 +37,16 @@ class Job(Spent, kw_only=True):
     reason: str = ""
     chunks: int = 0
     l1_chunks: int = 0
-    """Leading chunks that were in L1."""
+    """Number of leading chunks that were in L1."""
     l2_chunks: int = 0
-    """Those that it loaded."""
+    """Number of chunks that it loaded."""
     begun_s: float
-    """By the server's monotonic clock."""
+    """Start time by the server's monotonic clock."""
     seconds: float = 0.0
-    """From its begin to its end."""
+    """Duration from its start to its end."""
 
     def report(self) -> dict[str, Any]:
-        """All that an admin gets of it."""
+        """The document that an admin gets."""
         found = msgspec.structs.asdict(self)
         del found["begun_s"]
         rounded = {word: round(seconds, 6) for word, seconds in self.phases.items()}
@@ -54,7 +54,7 @@ class Job(Spent, kw_only=True):
 
 
 class Work(NamedTuple):
-    """What a prewarm loads of each chunk, for one engine, whose processes may end at any time."""
+    """The slices of each chunk that a prewarm loads for one engine, whose processes may end at any time."""
 
     layout: LayoutIdentity
     root: bytes
@@ -82,7 +82,7 @@ class Prewarms:
         """Start loading the chunks of a prompt. Raises BadRequest, NotFound or Refused.
 
         The adapter may be the name of a LoRA adapter, or empty for the model itself: the engine's newest requests for
-        it say which weights are meant.
+        it determine the weights.
         """
         if (ask.tokens is None) == (ask.keys is None):
             raise BadRequest("tokens: give either tokens or keys", field="tokens")

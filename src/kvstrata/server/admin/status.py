@@ -64,7 +64,7 @@ class InstanceNumbers(Numbers, prefix=""):
         self._facts, self._readiness, self._clock = parts.facts, parts.readiness, parts.clock
 
     def document(self) -> dict[str, Any]:
-        """What the instance tells of itself."""
+        """The instance's description of itself."""
         facts = self._facts
         return {
             "instance_id": facts.instance_id,
@@ -87,7 +87,7 @@ class PoolNumbers(Numbers):
         self._pool = pool
 
     def values(self) -> Iterator[tuple[Number, Any]]:
-        """All numbers at one time."""
+        """All numbers, read at one moment."""
         stats = self._pool.stats()
         return ((number, stats[number.field]) for number in self.declared)
 
@@ -101,20 +101,20 @@ class ForecastNumbers(Numbers):
     """The part of the section `pool` on L1s of other sizes and other shares of tenants (`Pool.forecasts`)."""
 
     forecast_hits = gauge(
-        "Share of the chunks of requests of late that an L1 of another size would have had, by its size in units of "
-        "the present one.",
+        "Share of the chunks of recent requests that an L1 of another size would have had, by its size in units of "
+        "the current one.",
         lambda self: _by_size(self._pool.forecasts()[0], 1),
         "size",
     )
     forecast_seconds = gauge(
-        "Share of the prefill seconds of requests of late that an L1 of another size would have saved, by its size in "
-        "units of the present one.",
+        "Share of the prefill seconds of recent requests that an L1 of another size would have saved, by its size in "
+        "units of the current one.",
         lambda self: _by_size(self._pool.forecasts()[0], 2),
         "size",
     )
     tenant_forecast = gauge(
-        "As forecast_hits (`of` is `hits`) and forecast_seconds (`seconds`), for a tenant's requests and another share "
-        "of L1, by its size in units of the present one. Only tenants that the settings or the tenants file named at "
+        "Like forecast_hits (`of` is `hits`) and forecast_seconds (`seconds`), for a tenant's requests and another "
+        "share of L1, by its size in units of the current one. Only tenants that the settings or the tenants file named at "
         "the start.",
         lambda self: {
             (row["tenant"], size, of): share
@@ -146,7 +146,7 @@ PoolNumbers.declared = tuple(_of_pool(*row) for row in POOL_NUMBERS)
 
 
 class SessionNumbers(Numbers):
-    """The section `sessions`: what attached processes have, and what the server keeps for them."""
+    """The section `sessions`: attached processes and the grants that the server keeps for them."""
 
     attached = gauge("Attached processes.", lambda self: sum(not one.detached for one in self._processes))
     detached = gauge(
@@ -156,11 +156,11 @@ class SessionNumbers(Numbers):
     groups = gauge("Engines with at least one attached process.", lambda self: len(self._processes.groups))
     leases = gauge("Leases held by sessions.", lambda self: self._grants.n_leases)
     leases_revoked = gauge(
-        "Revoked leases that have been neither returned nor handed on yet.",
+        "Revoked leases that have been neither released nor handed to workers yet.",
         lambda self: self._grants.n_revoked,
     )
     extents_being_written = gauge(
-        "Extents that are reserved and not committed.",
+        "Extents that are reserved and not committed yet.",
         lambda self: sum(
             len(grant.open)
             for process in self._processes
@@ -225,13 +225,13 @@ def engines_section(processes: Processes, grants: Grants) -> list[dict[str, Any]
 
 
 def _longest_ago_s(group: EngineGroup, now_s: float) -> float | None:
-    """Time since the last ping of the process that has been silent longest; None: one has sent none yet."""
+    """Seconds since the last ping of the longest silent process; None: some process has not pinged yet."""
     first_s = min(one.pinged_s for one in group.members.values())
     return round(now_s - first_s, 3) if first_s else None
 
 
 class TenantRows:
-    """Bytes by tenant. A tenant is shown by its name if a quota or an attached process tells it, else by its number."""
+    """Bytes by tenant. A tenant is shown by name if a quota or an attached process names it, else by its number."""
 
     def __init__(self, parts: Parts) -> None:
         self._named: dict[int, str] = {}
@@ -243,7 +243,7 @@ class TenantRows:
         self._named |= {tenant_number(name): name for name in settings.quotas_gb}
 
     def in_l1(self) -> list[dict[str, Any]]:
-        """Bytes of L1, and what other shares of it would save: of 16 tenants, and of all others together."""
+        """Bytes of L1, and the savings of other shares of it: for 16 tenants, and for all others together."""
         names = self._names()
         rows: dict[int | None, dict[str, Any]] = {
             number: {"tenant": names.get(number, f"#{number:08x}"), **numbers}

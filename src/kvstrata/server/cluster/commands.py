@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from kvstrata.server.parts import Parts
 
 MAX_DOING = 64
-"""Operations under way; further ones are refused."""
+"""Maximum number of operations under way; further ones are refused."""
 PULL_S = 30.0
 LAG_S = 0.01
-"""Sleep whose delay tells how late the event loop is."""
+"""Length of a sleep whose delay shows how late the event loop is."""
 
 
 def check(operation: Operation) -> None:
@@ -79,7 +79,7 @@ class Actions:
         self._clearing, self._board, self._claims = parts.clearing, parts.board, parts.claims
         self._peers = peers
         self.leader = (0, 0)
-        """The latest leadership that any controller has shown: (cluster id, token); the greatest is the latest."""
+        """The greatest (cluster id, token) that any controller has sent, which names the latest leadership."""
         self._doing = 0
         self._thaw: asyncio.TimerHandle | None = None
         self._log = EventLog("cluster")
@@ -87,7 +87,7 @@ class Actions:
     async def carry_out(self, asked: Do) -> Outcome:
         """Carry out an operation of the latest leader, within its deadline. Raises KvstrataError.
 
-        What goes on after the deadline (a clear, a claim) goes on by itself.
+        Operations that take longer (a clear, a claim) continue after the deadline.
         """
         self.leader = max(self.leader, (asked.cluster_id, asked.token))
         try:
@@ -122,7 +122,7 @@ class Actions:
         return Outcome(asked.seq, self._facts.epoch, body)
 
     def thaw(self) -> None:
-        """Let stores be taken again. Idempotent."""
+        """Accept stores again. Idempotent."""
         if self._thaw is not None:
             self._thaw.cancel()
             self._thaw = None
@@ -181,7 +181,7 @@ class Actions:
             spans=spans,
             owner=b"" if pull.owner is None else msgspec.msgpack.encode(pull.owner),
         )
-        # Counted at the very end: a move drops the chunks at their source only if this number covers them.
+        # Counted last, because a move drops the chunks at their source only if this number covers them.
         n = peek(self._pool, keys, n_slices, spans)
         reason = "" if n == count(keys, n_slices) else str(fetched.reason)
         return {"count": n, "loaded": fetched.l2_chunks, "reason": reason}

@@ -29,7 +29,7 @@ class Condition:
         self._tiers, self._readiness, self._frozen_by = parts.tiers, parts.readiness, parts.frozen_by
 
     def now(self, obeys: tuple[int, int]) -> cluster_wire.Condition:
-        """The whole condition; `obeys`: the latest leadership that the instance has heard of."""
+        """The complete condition; `obeys`: the latest leadership that the instance knows."""
         return cluster_wire.Condition(
             self._word(), self._load(), self._models(), obeys, self.draining, self._engines(), self._rates()
         )
@@ -73,7 +73,7 @@ class Condition:
         )
 
     def _models(self) -> list[KvKind]:
-        """Models whose engines are attached with all of their slices."""
+        """Models of which an engine is attached with all of its slices."""
         found: dict[tuple[LayoutIdentity, bytes], list[EngineGroup]] = {}
         for group in self._processes.groups:
             if group.complete:
@@ -87,9 +87,9 @@ class Condition:
         return kinds
 
     def _rates(self) -> list[TierRate]:
-        """How fast L1 is filled from L2, by the adapter with the most loads, and from peers, and engines from L1.
+        """Load rates: L2 to L1 (of the adapter with the most loads), peers to L1, and L1 to engines (of the slowest).
 
-        What was not measured is left out.  Of several engines it is the slowest.
+        Rates that were not measured are omitted.
         """
         peer, lines = self._peer_reads.name, {tier.name: tier.load_times for tier in self._tiers}
         of_l2 = [line for name, line in lines.items() if name != peer]
@@ -99,7 +99,7 @@ class Condition:
             for tier, line in (("l2", busiest), ("peer", lines.get(peer)))
             if line is not None
         }
-        # A process that may use only some tenants could tell anything, and requests of others would follow it.
+        # A process restricted to some tenants could report false rates, which would route other tenants' requests.
         of_engines = [
             rate
             for group in self._processes.groups
@@ -115,16 +115,16 @@ class Condition:
         return rates
 
     def _engines(self) -> list[str]:
-        """URLs of the engines that tell theirs, sorted.
+        """URLs that engines have reported, sorted.
 
-        A process that may use only some tenants tells none: requests of others would be sent to where it says.
+        A process restricted to some tenants is ignored, since it could direct other tenants' requests to its URL.
         """
         told = {one.declared.engine_url for one in self._processes if one.tenants is None}
         return sorted(told - {""})[:MAX_ENGINES]
 
 
 def _adapters(groups: Iterable[EngineGroup]) -> list[str]:
-    """The adapters of engines' requests, the newest first; of engines with limited tenants none, as of their rates."""
+    """The adapters of engines' requests, the newest first; engines restricted to some tenants are ignored."""
     told = [
         group.adapters
         for group in groups

@@ -35,14 +35,14 @@ T = TypeVar("T")
 L1_TIER = "l1"
 GATHER_S = 0.015
 INLINE_CHANGES = 1_024
-"""Most changes that the loop itself sums up, in about 30 µs."""
+"""Maximum number of changes that are summed up on the loop, in about 30 µs."""
 SCAN_ENTRIES = 8_192
-"""Entries of the index that are read in one turn of the loop (about 0.1 ms)."""
+"""Number of index entries that are read in one turn of the loop (about 0.1 ms)."""
 PAGE_TAGS = 65_536
 PAGE_KEYS = 256
-"""Keys that an adapter lists at a time: some 100 µs of its index, and of the loop."""
+"""Number of keys that an adapter lists at a time: some 100 µs of its index, and of the loop."""
 MAX_L2_TAGS = 262_144
-"""Most tags that are kept of a tier whose keys are not listed, and so in one page; the oldest go first."""
+"""Maximum number of tags kept for a tier that cannot list its keys, and so in one page; the oldest are dropped."""
 MAX_PROMISED, PROMISES_S = 4_096, 500
 MAX_NAME_CHARS = 32
 COUNT_S = 5.0
@@ -57,7 +57,7 @@ def tier_name(adapter: str) -> str:
 
 
 class _Poll:
-    """One question of a follower that is not answered yet."""
+    """One unanswered poll of a follower."""
 
     __slots__ = ("answer", "cursor", "make", "timer")
 
@@ -69,7 +69,7 @@ class _Poll:
 
 
 class HeldChunks(Numbers):
-    """See the module. Belongs to the event loop."""
+    """Answers followers, as the module describes. Belongs to the event loop."""
 
     polls = counter("Polls of followers that were answered.")
     told_changes = counter("Changes of chunks since the cursors of these polls.")
@@ -83,13 +83,13 @@ class HeldChunks(Numbers):
         self._supervisor = supervisor
         self._loop = asyncio.get_running_loop()
         self._tags: dict[str, collections.OrderedDict[bytes, None]] = {}
-        """Known tags of the tiers whose keys are not listed."""
+        """Known tags of the tiers that cannot list their keys."""
         self._names = [L1_TIER]
-        """By the number that a tier has in the pool's changes."""
+        """Names of tiers, indexed by their number in the pool's changes."""
         self._promised: dict[bytes, int] = {}
         """Promises by the tag of their first chunk."""
         self._promises_in, self._promises_s, self._told_s = 0, 0.0, 0.0
-        """Promises that were told since `_promises_s`, within a second; and when polls were last answered."""
+        """Number of promises announced since `_promises_s`, within a second; and when polls were last answered."""
         self._usage: dict[str, Usage] = {}
         self._counting: asyncio.Task[None] | None = None
         self._waiting: list[_Poll] = []
@@ -98,20 +98,20 @@ class HeldChunks(Numbers):
         self._loop.add_reader(self._signal, self._signalled)
 
     def start(self) -> None:
-        """Begin to ask the tiers how full they are, every `COUNT_S`."""
+        """Begin to read the tiers' usage every `COUNT_S`."""
         self._counting = self._supervisor.spawn(self._count(), "cluster-tiers")
 
     async def stop(self) -> None:
-        """Ask no more. Idempotent."""
+        """Stop reading the usage. Idempotent."""
         self._loop.remove_reader(self._signal)
         if self._counting is not None:
             self._counting.cancel()
             await asyncio.gather(self._counting, return_exceptions=True)
 
-    # --- what tiers tell ------------------------------------------------------------------------------------
+    # --- reports of tiers -----------------------------------------------------------------------------------
 
     def tier_got(self, adapter: str, keys: Sequence[bytes]) -> None:
-        """Note that a tier has these chunks."""
+        """Record that a tier has these chunks."""
         tier = tier_name(adapter)
         if not self.lists(tier):
             known = self._tags.setdefault(tier, collections.OrderedDict())
@@ -121,7 +121,7 @@ class HeldChunks(Numbers):
         self._note(tier, Change.ADMIT, keys)
 
     def tier_lost(self, adapter: str, keys: Sequence[bytes]) -> None:
-        """Note that a tier does not have these chunks any more."""
+        """Record that a tier does not have these chunks any more."""
         tier = tier_name(adapter)
         known = self._tags.get(tier)
         if known is not None:
@@ -130,13 +130,13 @@ class HeldChunks(Numbers):
         self._note(tier, Change.EVICT, keys)
 
     def tier_emptied(self, adapter: str) -> None:
-        """Note that a tier is empty."""
+        """Record that a tier is empty."""
         tier = tier_name(adapter)
         self._tags.pop(tier, None)
         self._pool.note_changes(self._number(tier), Change.CLEAR, b"")
 
     def promised(self, first: bytes) -> bool:
-        """Tell followers that an engine computes the chunks from this key on; False: too many are told already."""
+        """Announce to followers that an engine computes the chunks from this key on; False: the limit is reached."""
         now_s, tag = self._loop.time(), first[:TAG_BYTES]
         if now_s >= self._promises_s + 1.0:
             self._promises_in, self._promises_s = 0, now_s
@@ -151,7 +151,7 @@ class HeldChunks(Numbers):
         return True
 
     def promise_ended(self, first: bytes) -> None:
-        """A promise of which followers were told has ended."""
+        """Handle the end of a promise that was announced to followers."""
         tag = first[:TAG_BYTES]
         self._promised[tag] -= 1
         if not self._promised[tag]:
@@ -167,10 +167,10 @@ class HeldChunks(Numbers):
             self._names.append(tier)
         return self._names.index(tier)
 
-    # --- what followers ask ---------------------------------------------------------------------------------
+    # --- polls and lists ------------------------------------------------------------------------------------
 
     def changes(self, cursor: int, wait_s: float, make: Callable[[int, list[Run]], T]) -> asyncio.Future[T]:
-        """`make(next cursor, what has changed since cursor)`; for -1 only the present cursor, at once.
+        """The result of `make(next cursor, changes since cursor)`; for cursor -1 only the current cursor, at once.
 
         Waits for a change, at most `wait_s`.  The future fails with TooOld.
         """
@@ -189,7 +189,7 @@ class HeldChunks(Numbers):
         return poll.answer
 
     async def page(self, tier: str, cursor: int) -> tuple[int, bytes, bool]:
-        """A page of a tier's tags: (next cursor, 0 at the end; tags; whether the tier can be listed now).
+        """A page of a tier's tags: (next cursor, 0 at the end; tags; whether the tier can list its keys now).
 
         Raises BadRequest.
         """
@@ -226,12 +226,12 @@ class HeldChunks(Numbers):
             self._gather()
 
     def _gather(self, gather_s: float = GATHER_S) -> None:
-        """Answer the polls that wait once this time is over, which begins with the first change for one of them."""
+        """Answer the waiting polls `gather_s` after the first change that concerns one of them."""
         if self._gathering is None:
             self._gathering = self._loop.call_later(gather_s, self._end_gathering)
 
     def _end_gathering(self) -> None:
-        """Answer each poll for which something has changed; those from the same cursor share what was read."""
+        """Answer each poll for which something has changed; polls at the same cursor share one read."""
         self._gathering, self._told_s = None, self._loop.time()
         at: dict[int, list[_Poll]] = {}
         for poll in self._waiting:
@@ -241,7 +241,7 @@ class HeldChunks(Numbers):
                 self._tell(polls)
 
     def _tell(self, polls: list[_Poll]) -> None:
-        """Answer these polls, all of them from the same cursor, with what has changed since then."""
+        """Answer these polls, which all have the same cursor, with the changes since then."""
         for poll in polls:
             if poll.timer is not None:
                 poll.timer.cancel()
@@ -287,7 +287,7 @@ class HeldChunks(Numbers):
         return {name: state for name, state in shown.items() if state != TierState.ACTIVE}
 
     def media(self) -> dict[str, str]:
-        """The words of the media of the shared tiers, by tier; those whose medium is not known are left out."""
+        """The medium names of the shared tiers, by tier; tiers whose medium is unknown are omitted."""
         return {
             name: tier.capabilities.medium
             for name, tier in self._all().items()
@@ -295,16 +295,16 @@ class HeldChunks(Numbers):
         }
 
     def lists(self, tier: str) -> bool:
-        """Whether the tier's keys are listed: it is own, and its adapter can."""
+        """Whether the tier lists its keys: it is own, and its adapter supports lists."""
         own = self._own().get(tier)
         return own is not None and own.capabilities.lists
 
     def usage(self) -> dict[str, Usage]:
-        """How full own tiers are, at most `COUNT_S` ago; those that could not say are left out."""
+        """The usage of own tiers, at most `COUNT_S` old; tiers that could not report it are omitted."""
         return {tier: self._usage[tier] for tier in self._own() if tier in self._usage}
 
     def _all(self) -> dict[str, Tier]:
-        """Open tiers that take puts; the one that reads peers takes none."""
+        """The open tiers that accept puts; the one that reads peers does not."""
         return {
             tier_name(tier.name): tier
             for tier in self._tiers

@@ -88,7 +88,7 @@ def peer_config(plan: Plan, keys: MemberKeys | None) -> TierConfig | None:
 
 
 def _this_host_only(settings: ServerSettings) -> bool:
-    """Whether peers reach this instance from its own host only."""
+    """Whether peers can reach this instance from its own host only."""
     return not settings.p2p.advertise and is_loopback(_host_of(settings.p2p.listen))
 
 
@@ -107,9 +107,9 @@ def serve(
     parts: Parts,
     closers: list[Callable[[], Coroutine[Any, Any, None]]],
 ) -> Served:
-    """Bind the control port, and make the server of peers, which sends them records of L1, if those are read.
+    """Bind the control port, and make the server that sends records of L1 to peers, if the plan has peers.
 
-    `closers` gets what closes them.  Raises ConfigError.
+    Adds their closers to `closers`.  Raises ConfigError.
     """
     settings, p2p = plan.settings, plan.settings.p2p
     control = ControlPort(parts.loop, parts.facts.epoch, keys.listening)
@@ -166,7 +166,7 @@ def serve(
 
 
 class Membership(Numbers):
-    """The links to all controllers, whose numbers it adds up. Belongs to the event loop."""
+    """The links to all controllers, and the sums of their metrics. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class Membership(Numbers):
         peers: PeersServed,
         actions: Actions,
     ) -> None:
-        """`told`: but for the tiers, as they are when it is said. Raises Unavailable if a URL is not an endpoint."""
+        """`told`: the registration; its tiers are filled in when it is sent. Raises Unavailable for an invalid URL."""
 
         async def say() -> Register:
             return msgspec.structs.replace(told, tiers=held.tiers(), media=held.media())
@@ -199,7 +199,7 @@ class Membership(Numbers):
         self._tasks = [self._supervisor.spawn(link.keep(), "cluster") for link in self._links]
 
     async def stop(self) -> None:
-        """Send nothing more to peers, say goodbye to the connected controllers, and close. Idempotent."""
+        """Stop serving peers, say goodbye to the connected controllers, and close. Idempotent."""
         self._peers.drain(True)
         self._actions.thaw()
         for task in self._tasks:
@@ -209,7 +209,7 @@ class Membership(Numbers):
         self._sockets.close()
 
     def values(self) -> Iterator[tuple[Number, Any]]:
-        """Sums over all links; of what is true or false, whether it is true of one."""
+        """Sums over all links; a boolean is true if it is true for any link."""
         for number in ControllerLink.declared:
             values = [getattr(link, number.field) for link in self._links]
             yield number, any(values) if isinstance(values[0], bool) else sum(values)

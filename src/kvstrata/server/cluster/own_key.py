@@ -41,7 +41,7 @@ _FIELD = "controller.curve_file"
 
 
 class MemberKeys(NamedTuple):
-    """The keys of one instance, and what belongs to them."""
+    """The keys of one instance, and the texts about them."""
 
     own: ClusterKeys
     """For connections to controllers."""
@@ -50,9 +50,9 @@ class MemberKeys(NamedTuple):
     file: str
     """The key file by which this instance reads from peers; empty for an open cluster."""
     refused_note: str
-    """What the log advises to do about a client with other keys."""
+    """The log's advice about a client with other keys."""
     refused_why: str
-    """What the log says about a controller that ends the handshake."""
+    """The log's explanation of a controller that ends the handshake."""
 
 
 def member_keys(
@@ -80,7 +80,7 @@ def member_keys(
     shared = SharedKey(_FIELD, environment)
     supervisor.spawn(shared.keep(), "cluster-key")
     why = f"it does not have the key in {shared.path}, or runs with --insecure; {ADVICE}"
-    own = shared.keys._replace(secret=secret)  # by which it proves its id
+    own = shared.keys._replace(secret=secret)  # the instance proves its id with this key
     return MemberKeys(own, own, str(shared.path), ADVICE, why)
 
 
@@ -104,11 +104,11 @@ def own_secret(instance_id: str, socket_dir: Path, environment: Mapping[str, str
 
 
 def _kept_in(path: Path) -> bytes:
-    """The secret key in this file, or a new one that is put there. Raises OSError, ConfigError for a damaged file."""
+    """The secret key in this file, or a new one written to it. Raises OSError, ConfigError for a damaged file."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         make_private_dir(path.parent, _FIELD)
-        with contextlib.suppress(FileExistsError):  # another process of this instance was quicker
+        with contextlib.suppress(FileExistsError):  # another process of this instance was faster
             write_private_file(path, new_secret() + b"\n", overwrite=False)
     secret = read_private_file(str(path), _FIELD).strip()
     remember_secret(secret)

@@ -23,14 +23,14 @@ from kvstrata.types import KEY_BYTES
 WINDOW_S = 60.0
 MAX_NOTED = 1_024
 MAX_NOTED_BYTES = 4 << 20
-"""Of all chains that are kept."""
+"""Maximum total bytes of the kept chains."""
 FEWEST = 3
-"""Requests within WINDOW_S that must have had a prefix in common."""
+"""Minimum number of requests within WINDOW_S that share a prefix for it to count."""
 LEAST_S = 0.001
 
 
 class Noted(NamedTuple):
-    """One lookup."""
+    """One answered lookup."""
 
     at_s: float
     identity: DeclaredIdentity
@@ -38,21 +38,21 @@ class Noted(NamedTuple):
     chain: bytes
     """Chain keys of its leading chunks."""
     served: int
-    """Of these."""
+    """Number of these that were served."""
 
 
 class SharedPrefixes:
-    """See the module. Belongs to the event loop."""
+    """Keeps the chains of the last lookups. Belongs to the event loop."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._noted: collections.deque[Noted] = collections.deque()
         self._bytes = 0
         self._since_s = self._asked_s = clock.monotonic_s()
-        """From when on all lookups are kept, and the time of the last question."""
+        """Start of the time for which all lookups are kept, and the time of the last `take`."""
 
     def note(self, identity: DeclaredIdentity, group: EngineGroup, chain: bytes, served: int) -> None:
-        """A lookup was answered."""
+        """Record an answered lookup, which had `served` of its chunks."""
         now_s = self._clock.monotonic_s()
         kept = part(chain, 0, MAX_PEER_KEYS // max(1, len(group.slices)))
         self._noted.append(Noted(now_s, identity, group, kept, served))
@@ -67,7 +67,7 @@ class SharedPrefixes:
             self._since_s = max(self._since_s, oldest.at_s)
 
     def take(self) -> tuple[list[Noted], float, float, float]:
-        """The lookups of late, since when, the time of the last question, and of this one."""
+        """The recent lookups, the start of their time span, and the times of the last call and of this one."""
         now_s, asked_s = self._clock.monotonic_s(), self._asked_s
         self._asked_s = now_s
         return list(self._noted), max(self._since_s, now_s - WINDOW_S), asked_s, now_s
@@ -76,7 +76,7 @@ class SharedPrefixes:
 def body_of(
     noted: Sequence[Noted], since_s: float, asked_s: float, now_s: float, asked: AskShared
 ) -> dict[str, Any]:
-    """The answer to a question, as an Outcome carries it. Takes some milliseconds, on any thread."""
+    """The answer to `asked`, as the body of an Outcome. Takes some milliseconds, on any thread."""
     plain: dict[str, Any] = msgspec.to_builtins(
         told(noted, since_s, asked_s, now_s, asked), builtin_types=(bytes,)
     )
@@ -84,7 +84,7 @@ def body_of(
 
 
 def told(noted: Sequence[Noted], since_s: float, asked_s: float, now_s: float, asked: AskShared) -> Shared:
-    """See `SharedPrefixes.take` for the first arguments."""
+    """The answer to `asked`; for the other arguments see `SharedPrefixes.take`."""
     kinds: dict[tuple[bytes, bytes], list[Noted]] = {}
     for one in noted:
         if one.at_s >= since_s and one.group.complete and one.chain:
@@ -105,7 +105,7 @@ def told(noted: Sequence[Noted], since_s: float, asked_s: float, now_s: float, a
 
 
 def _prefixes(rows: Sequence[Noted], seconds: float) -> Iterator[SharedPrefix]:
-    """What FEWEST or more of these lookups of one identity had in common."""
+    """The prefixes that FEWEST or more of these lookups of one identity share."""
     identity, group = rows[-1].identity, rows[-1].group
     size, tokens_s, limits = group.layout.chunk_tokens, group.prompt_tokens_s, group.record_limits
     if not tokens_s or not all(limits):
@@ -121,9 +121,9 @@ def _prefixes(rows: Sequence[Noted], seconds: float) -> Iterator[SharedPrefix]:
 
 
 def shared_ends(chains: Sequence[bytes]) -> Iterator[tuple[int, int, int, int]]:
-    """Of sorted chains each prefix that some have in common, and that ends where these begin to differ.
+    """Each prefix that several of these sorted chains share and that ends where they begin to differ.
 
-    As its chunks, the chunks of the next shorter such prefix of it, the first of the chains, and how many have it.
+    Yields its number of chunks, that of the next shorter one, the index of the first chain, and the number of chains.
     """
     open_: list[tuple[int, int]] = []
     for number in range(1, len(chains) + 1):
@@ -137,7 +137,7 @@ def shared_ends(chains: Sequence[bytes]) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """How many leading chunks two chains have in common."""
+    """Number of leading chunks that two chains share."""
     low, high = 0, min(count(one), count(other))
     while low < high:
         middle = (low + high + 1) // 2

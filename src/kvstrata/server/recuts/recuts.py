@@ -58,7 +58,7 @@ def record_length(sections: Sequence[int]) -> int:
 
 
 class Place(NamedTuple):
-    """Where a record of the target is written, and what it states. Nothing in it lies in a source."""
+    """The memory and header fields of a target record. Its memory overlaps no source."""
 
     recut: Recut
     address: int
@@ -70,7 +70,7 @@ def recut_records(sources: Sequence[tuple[int, int, bytes]], targets: Sequence[P
     """Write records of one chunk, and seal them with the CRCs of the written bytes.
 
     `sources` are (address, length, key) of the records, in the order in which `plan_recut` got their slices for each
-    target.  The records that are used are verified first.  If one of them is not sound, its outcome is returned; if one
+    target.  The records that are used are verified first.  If one of them is damaged, its outcome is returned; if one
     has another shape, MISMATCH is returned; nothing is written then.  The caller owns all memory, which must stay
     mapped during the call.  Raises ValueError for an extent that is too small.  Bytes move without the GIL, but the
     call takes as long as the copy, so make it in a lane.
@@ -99,12 +99,12 @@ def recut_records(sources: Sequence[tuple[int, int, bytes]], targets: Sequence[P
 
 
 MAX_LAYOUTS = 64
-"""Most layout identities of which geometries are known; the one whose engine attached longest ago is forgotten."""
+"""Maximum number of layout identities with known geometries; beyond it the one that attached longest ago is dropped."""
 MAX_GEOMETRIES = 8
-"""Most geometries of one layout identity; of more, the one that was seen first is forgotten."""
+"""Maximum number of geometries of one layout identity; beyond it the oldest one is dropped."""
 
 MAX_PARTS = 1_024
-"""Most slices of one layout identity; of more, the one that was declared longest ago is forgotten."""
+"""Maximum number of slices of one layout identity; beyond it the one declared longest ago is dropped."""
 
 
 class Geometry(NamedTuple):
@@ -116,7 +116,7 @@ class Geometry(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How to make a chunk's records of one geometry of those of another."""
+    """How to make a chunk's records of one geometry from those of another."""
 
     source: Geometry
     recuts: tuple[Recut, ...]
@@ -131,12 +131,12 @@ def plan(source: Geometry, target: Geometry) -> Plan:
 
 
 class Geometries:
-    """See the module. Belongs to the event loop."""
+    """The known geometries and their plans. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._layouts: OrderedDict[LayoutIdentity, OrderedDict[bytes, Geometry]] = OrderedDict()
         self._parts: dict[LayoutIdentity, dict[bytes, Part]] = {}
-        """The slices that processes have declared, by digest; of each layout identity that is known."""
+        """The slices that processes have declared: layout identity → digest → slice with its facts."""
         self._plans: dict[tuple[LayoutIdentity, bytes], dict[bytes, Plan | CannotRecut]] = {}
         """(Layout identity, target's slices) → source's slices → plan, or why there is none."""
 
@@ -155,7 +155,7 @@ class Geometries:
             self._forget(next(iter(self._layouts)))
 
     def complete(self, layout: LayoutIdentity, slices: Sequence[bytes]) -> list[tuple[Geometry, Geometry]]:
-        """Note the sorted digests of all slices of an engine; (source, target) of each plan that is to be made now."""
+        """Record the sorted digests of an engine's slices. Returns (source, target) of each plan to make now."""
         known, parts, packed = self._layouts.get(layout), self._parts.get(layout, {}), b"".join(slices)
         if known is None or packed in known or not all(digest in parts for digest in slices):
             return []
@@ -170,7 +170,7 @@ class Geometries:
     def planned(
         self, layout: LayoutIdentity, source: Geometry, target: Geometry, made: Plan | CannotRecut
     ) -> None:
-        """Take up a plan, or the reason why there is none."""
+        """Record a plan, or the reason why there is none."""
         known = self._layouts.get(layout) or OrderedDict[bytes, Geometry]()
         if source.slices in known and target.slices in known:
             self._plans.setdefault((layout, target.slices), {})[source.slices] = made
@@ -213,7 +213,7 @@ class Wanted(NamedTuple):
 
 
 class Recuts(Numbers, prefix=""):
-    """See the module. Belongs to the event loop."""
+    """Recuts records for lookups, as the module describes. Belongs to the event loop."""
 
     geometries = gauge(
         "Geometries of engines (parallel sizes, block size, order of axes) that are known.",
@@ -240,7 +240,7 @@ class Recuts(Numbers, prefix=""):
     )
 
     def __init__(self, parts: Parts, lane: PoolLane) -> None:
-        """`lane` is for this work alone."""
+        """`lane` is used for this work only."""
         self._geometries = Geometries()
         self._lane, self._clock, self._pool = lane, parts.clock, parts.pool
         self._tiers, self._prefetch = parts.tiers, parts.prefetch
@@ -249,7 +249,7 @@ class Recuts(Numbers, prefix=""):
     # -- geometries ----------------------------------------------------------------------------------------
 
     def attached(self, process: Process) -> None:
-        """Note the slice that a process has declared; with an engine's last one, plan what can be made of what."""
+        """Record the slice that a process has declared; with an engine's last slice, plan the possible recuts."""
         part, facts, group = process.declared.slice, process.declared.facts, process.group
         if part is None or facts is None:
             return
@@ -290,10 +290,10 @@ class Recuts(Numbers, prefix=""):
         return self._geometries.plans(layout, slices)
 
     async def make(self, plans: Sequence[Plan], wanted: Wanted, *, of_l2: bool = False) -> int:
-        """Make as many of the wanted chunks as L1 has in another geometry; returns how many, from the first one on.
+        """Make the wanted chunks that L1 has in another geometry. Returns the number of leading chunks made.
 
-        `of_l2`: the records are loaded from L2 into L1 first, of the first geometry of which L2 has any.
-        Cancelling ends the work after the chunk under way.
+        `of_l2`: first load the records from L2 into L1, in the first geometry that L2 has.  Cancelling ends the work
+        after the current chunk.
         """
         if of_l2 and not await self._loaded(plans, wanted):
             return 0
@@ -326,7 +326,7 @@ class Recuts(Numbers, prefix=""):
             )
 
     async def _loaded(self, plans: Sequence[Plan], wanted: Wanted) -> bool:
-        """Load the wanted chunks in another geometry from L2, as far as it has them; whether there is any."""
+        """Load from L2 the wanted chunks that it has in another geometry. Returns whether it has any."""
         keys, first = wanted.keys, wanted.first
         for one in plans:
             slices = one.source.slices
@@ -353,9 +353,9 @@ class _Made(NamedTuple):
     n_chunks: int
     n_bytes: int
     ended: str
-    """A word for what was in the way of more; "": nothing was."""
+    """Reason code why no more were made; "": all were made."""
     crashed: str = ""
-    """The mistake of ours that was in the way, and where it is."""
+    """Our mistake that stopped the work, and its place in the code."""
 
 
 def _plan(source: Geometry, target: Geometry) -> Plan | CannotRecut:
@@ -366,7 +366,7 @@ def _plan(source: Geometry, target: Geometry) -> Plan | CannotRecut:
 
 
 def _longest(pool: Pool, plans: Sequence[Plan], wanted: Wanted) -> tuple[int, Plan]:
-    """How many of the wanted chunks L1 has in the geometry that has the most, and its plan."""
+    """The largest number of wanted chunks that L1 has in any geometry, and that geometry's plan."""
     chain = part(wanted.keys.chain, wanted.first, wanted.keys.n_chunks)
     found = []
     for one in plans:
@@ -395,7 +395,7 @@ def _make(pool: Pool, plans: Sequence[Plan], wanted: Wanted, clock: Clock, stop:
 
 
 def _make_chunk(pool: Pool, plan: Plan, wanted: Wanted, number: int) -> tuple[int, str]:
-    """Make all records of one chunk that L1 lacks; returns their bytes, and "" or a word for what was in the way."""
+    """Make all records of one chunk that L1 lacks. Returns their bytes, and a reason code if it failed, else ""."""
     keys = wanted.keys
     sources: list[Hold] = []
     targets: list[_Target] = []
@@ -437,7 +437,7 @@ class _Target(NamedTuple):
 
 
 def _reserve(pool: Pool, plan: Plan, wanted: Wanted, number: int, targets: list[_Target]) -> str:
-    """Reserve the records of a chunk that L1 lacks, and add them to `targets`; "" or a word for what was in the way."""
+    """Reserve the records of a chunk that L1 lacks, and add them to `targets`. Returns a reason code if it fails."""
     keys = wanted.keys
     of_chunk = split(storage_keys(keys.root, nth(keys.chain, number), keys.slices))
     parents = [b""] * len(of_chunk)

@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 AGAIN_S = 60.0
-"""Peers' L2 tiers that were slower than computing are tried again after this time."""
+"""Time after which peers' L2 tiers that were slower than computing are tried again."""
 LEAST_WAIT_MS = 100
-"""A lookup that may wait less asks for no promises of others: it would be computed about when they have come."""
+"""Minimum waiting time of a lookup that asks for promises of other instances; with less, computing is as fast."""
 PEER_LOADS = 2
-"""Loads of one lookup that are under way at a time, of chunks that an engine of another instance computes."""
+"""Maximum number of concurrent loads of one lookup, of chunks that an engine of another instance computes."""
 
 
 class Elsewhere:
-    """Belongs to the event loop."""
+    """Loads chunks of lookups from other instances. Belongs to the event loop."""
 
     def __init__(self, parts: Parts, peers: AwaitedPeers) -> None:
         self._peers, self._clock = peers, parts.clock
@@ -49,7 +49,7 @@ class Elsewhere:
         self._tiers = parts.tiers
 
     def ask_for_disks(self, asked: Asked, n_chunks: int) -> asyncio.Task[tuple[str, int]] | None:
-        """Ask which instance has the chunks behind these in its L2 tiers, while our own tiers are asked."""
+        """Ask which instance has the chunks after `n_chunks` in its L2 tiers, while our own tiers are asked."""
         keys = asked.keys
         if asked.request.source or keys.spans or keys.n_slices > MAX_AWAITED_SLICES:
             return None
@@ -64,9 +64,9 @@ class Elsewhere:
         n_chunks: int,
         found: asyncio.Task[tuple[str, int]],
     ) -> AsyncGenerator[Waited]:
-        """Load what the L2 tiers of another instance have of the chunks behind `n_chunks`, unless computing is faster.
+        """Load the chunks after `n_chunks` that are in the L2 tiers of another instance, unless computing is faster.
 
-        The instance was asked for those behind `before`.  See `from_instance`.
+        `found` was asked for those after `before`.  Yields as `from_instance` does.
         """
         instance, n_there = await found
         end = min(before + n_there, asked.n_chunks)
@@ -89,7 +89,7 @@ class Elsewhere:
             times.measured(n_bytes, self._clock.monotonic_s() - begun_s, self._clock.monotonic_s())
 
     async def promiser(self, asked: Asked, n_chunks: int) -> str:
-        """Another instance whose engine computes the chunk behind these, if it pays to wait for that; else ""."""
+        """Id of an instance whose engine computes the chunk after `n_chunks`, if waiting for it pays; else ""."""
         keys, request, missing = asked.keys, asked.request, asked.n_chunks - n_chunks
         if request.wait_ms < LEAST_WAIT_MS or not missing or keys.spans or keys.n_slices > MAX_AWAITED_SLICES:
             return ""
@@ -117,13 +117,13 @@ class Elsewhere:
         *,
         limits: Sequence[int] = (),
     ) -> AsyncGenerator[Waited]:
-        """Load what an instance has of the chunks behind these, and gets of them; with `limits` from its L2 tiers too.
+        """Load the chunks after `n_chunks` that an instance has or gets; with `limits`, also those in its L2 tiers.
 
         Only an instance that the request names may take longer than the lookup waits.
 
-        Says after each load that more are `ready`; the last word tells how the wait has ended.  While chunks are
-        loaded, the instance is asked for the next ones, and at most PEER_LOADS loads are under way.  How many it brings
-        from its L2 tiers for one question is known, so it is asked for the ones behind these before it has answered.
+        Yields `ready` after each load, and last how the wait has ended.  While chunks are loaded, the instance is asked
+        for the next ones, and at most PEER_LOADS loads are under way.  The number of chunks that it loads from its L2
+        tiers for one request is known, so the next request is sent before that one is answered.
         """
         keys, identity = asked.keys, asked.identity
         if keys.spans or keys.n_slices > MAX_AWAITED_SLICES or not self._promises.may_wait(asked.process):
@@ -184,9 +184,9 @@ class Elsewhere:
         if end == "none":
             if (
                 n_chunks == n_first or not asked.request.source
-            ):  # nobody computes it, or what is common has come
+            ):  # no engine computes it, or the common chunks have arrived
                 return
-            end = "broken"  # chunks of it have come, and its promise has ended
+            end = "broken"  # some of its chunks have arrived, and its promise has ended
         self._promises.waits[end] += not limits
         if end != "ready":
             yield end

@@ -37,7 +37,7 @@ from kvstrata.server.processes import Process, Use
 from kvstrata.server.requests.promises import Promise, Promises
 
 MAX_TOLD = 1_024
-"""Orphaned and revoked leases named in one reply; the others follow when these have ended."""
+"""Maximum number of orphaned or revoked leases in one reply; the others follow when these have ended."""
 MAX_REVOKES = 1_024
 """Maximum number of leases that one lookup may revoke."""
 
@@ -56,11 +56,11 @@ class Lease(msgspec.Struct, eq=False):
     rows: set[int]
     """The rows that hold a share."""
     revoked: bool = False
-    """Its owner is asked to give it back."""
+    """Its owner is asked to release it."""
 
 
 class Reservation(msgspec.Struct, eq=False):
-    """Chunks of one reserve, counted for their process and token from the beginning of the reserve to their end."""
+    """The chunks of one reserve; they count for their process and token from the start of the reserve to their end."""
 
     uses: tuple[Use, ...]
     bytes_each: int
@@ -75,11 +75,11 @@ class Reservation(msgspec.Struct, eq=False):
     """Its span, if it is traced."""
     ticket: int = 0
     open: set[int] = set()
-    """Numbers of the chunks that are neither committed nor given back."""
+    """Indices of the chunks that are neither committed nor aborted."""
     n_counted: int = 0
 
     def count(self, n_chunks: int) -> None:
-        """Count the bytes of so many chunks from now on."""
+        """Change the number of chunks whose bytes are counted."""
         change = (n_chunks - self.n_counted) * self.bytes_each
         self.n_counted = n_chunks
         for use in self.uses:
@@ -96,16 +96,16 @@ class Grants:
         self.promises = Promises(pool)
         self._leases: dict[LeaseId, Lease] = {}
         self._orphans: dict[LeaseId, Lease] = {}
-        """Leases whose process that looked up is gone."""
+        """Leases whose owner (the process that looked up) is gone."""
         # An OrderedDict, because a plain dict finds its first item only after skipping all earlier deleted ones.
         self._waiting: OrderedDict[LeaseId, Lease] = OrderedDict()
-        """Leases that no process is known to use yet, in the order in which they were granted."""
+        """Leases that no process has begun to use, as far as known, in the order in which they were granted."""
         self.n_revoked = 0
-        """Revoked leases that were neither given back nor handed on yet."""
+        """Number of revoked leases that were neither released nor handed to workers yet."""
 
     @property
     def n_leases(self) -> int:
-        """Leases of which a process holds a share."""
+        """Number of leases of which a process holds a share."""
         return len(self._leases)
 
     def leases(self) -> Iterator[Lease]:
@@ -115,8 +115,8 @@ class Grants:
     # --- granted -----------------------------------------------------------------------------------------
 
     def check_new(self, process: Process, seq: int) -> None:
-        """Raises BadRequest if a lease has the name of this lookup already: that of an earlier process of the session,
-        whose group still holds it."""
+        """Raises BadRequest if an earlier process of the session has a lease with this lookup's name that its group
+        still holds."""
         if (process.session, seq) in self._leases:
             raise BadRequest(
                 f"seq: {seq} names a lease that this group still holds; go on with higher numbers after attaching "
@@ -125,7 +125,7 @@ class Grants:
             )
 
     def leased(self, process: Process, seq: int, ticket: int, rows: set[int]) -> None:
-        """Keep the lease of a lookup, as it is answered. `rows` hold a share."""
+        """Keep the lease of a lookup that is being answered. `rows` hold a share."""
         lease = process.grants[seq] = Lease(process, (process.session, seq), ticket, rows)
         self._leases[lease.name] = self._waiting[lease.name] = lease
 
@@ -137,7 +137,7 @@ class Grants:
     # --- ended -------------------------------------------------------------------------------------------
 
     def end(self, process: Process, seq: int) -> bool:
-        """End what a lookup or reserve of this process was granted and it still holds. False if there is nothing."""
+        """End the grant of a lookup or reserve of this process. Returns False if it has none."""
         found = process.grants.get(seq)
         if isinstance(found, Lease):
             self._release_all(found)
@@ -151,7 +151,7 @@ class Grants:
         return found is not None
 
     def settle(self, process: Process, seq: int, reservation: Reservation) -> None:
-        """Some chunks of a reservation have ended; with the last one it ends."""
+        """Handle the end of some chunks of a reservation, which ends with its last chunk."""
         reservation.count(len(reservation.open))
         if not reservation.open:
             del process.grants[seq]
@@ -161,7 +161,7 @@ class Grants:
         return self._leases.get(name)
 
     def release(self, lease: Lease, process: Process, *, group: bool) -> bool:
-        """End this process's share, or with `group` every share. False if there was none."""
+        """End this process's share, or with `group` every share. Returns False if it had none."""
         if not lease.rows or not (group or process.row in lease.rows):
             return False
         if group:
@@ -177,12 +177,12 @@ class Grants:
         process.grants[seq] = self.promises.add(process, root, chain)
 
     def process_gone(self, process: Process) -> tuple[int, int]:
-        """End the shares of a process that has ended, what it had reserved, and what it had promised.
+        """End the lease shares, reservations and promises of a process that has ended.
 
-        Returns how many leases and reservations these were.
+        Returns the numbers of leases and reservations.
 
-        Its reservations end in the pool, with its row.  Leases of which other processes of its group hold a share go
-        on, as orphans.
+        Its reservations end in the pool, with its row.  Leases of which other processes of its group hold a share
+        continue as orphans.
         """
         reservations = [one for one in process.grants.values() if isinstance(one, Reservation)]
         for reservation in reservations:
@@ -202,7 +202,7 @@ class Grants:
 
     def orphans(self, process: Process) -> list[LeaseId]:
         """Orphaned leases of which this process holds a share, at most `MAX_TOLD`."""
-        if not self._orphans:  # as nearly always; each ping asks
+        if not self._orphans:  # the usual case; every ping calls this
             return []
         held = (
             name
@@ -227,7 +227,7 @@ class Grants:
             self._orphans.pop(lease.name, None)
 
     def _begun(self, lease: Lease) -> None:
-        """Note that the lease is in use or has ended, so that it is not revoked."""
+        """Record that the lease is in use or has ended, so that it is not revoked."""
         self._waiting.pop(lease.name, None)
         self.n_revoked -= lease.revoked
         lease.revoked = False
@@ -235,10 +235,10 @@ class Grants:
     # --- revoked -----------------------------------------------------------------------------------------
 
     def revoke(self, need_bytes: int) -> int:
-        """Revoke the oldest unused leases, as many as it takes to lease `need_bytes` more. Returns how many.
+        """Revoke the oldest unused leases, as many as it takes to lease `need_bytes` more. Returns their number.
 
-        The processes that looked up are told at once, and again in each answer to their pings.  Nothing waits for
-        them, and only what they release becomes free.
+        Their owners are notified at once, and again in each reply to their pings.  Nothing waits for the owners, and
+        bytes become free only when they release the leases.
         """
         oldest = list(itertools.islice(self._waiting.values(), MAX_REVOKES))
         n_chosen = self._pool.leases_to_end([lease.ticket for lease in oldest], need_bytes) if oldest else 0

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class NamedTail(NamedTuple):
-    """One tail of a lookup."""
+    """One of the tails that a lookup names."""
 
     tokens: int
     keys: bytes
@@ -76,29 +76,29 @@ class NamedTails:
         self._slices = slices
 
     def after(self, n_chunks: int) -> Iterator[NamedTail]:
-        """The tails that may follow so many chunks, the most wanted first."""
+        """The tails that may follow the first `n_chunks` chunks, in the caller's order of preference."""
         for each in self._sets:
             if each.chunk == n_chunks:
                 for number, tokens in enumerate(each.tokens):
                     yield NamedTail(tokens, storage_keys(self._root, nth(each.keys, number), self._slices))
 
     def in_l2(self, n_chunks: int) -> list[NamedTail]:
-        """Those of them that L2 is asked for."""
+        """The tails after `n_chunks` chunks that may be loaded from L2."""
         return list(self.after(n_chunks)) if any(s.in_l2 for s in self._sets if s.chunk == n_chunks) else []
 
 
 REPLY_MARGIN_S = 0.003
 """Time before the deadline that is kept for the last lease, the reply and its way back."""
 MAX_NOTING = 64
-"""Prompts of misses that wait for the pool to learn of them, 32 KiB each at most; it learns of no further ones."""
+"""Maximum number of missed prompts that wait to be passed to the pool (32 KiB each); further ones are dropped."""
 KEYS_ON_LOOP = 1_024
 """A lookup that needs up to this many storage keys runs on the loop (about 0.2 ms); a larger one goes to a lane."""
 
 
 COPY_SHARE = 1.5
 STEPS_S = 0.02
-"""A lookup in parts is answered once the rest is expected in COPY_SHARE times what the copy of this part takes, and
-STEPS_S for the engine's steps: earlier, blocks would only be held, and later, the copy would be waited for."""
+"""A lookup in parts is answered when the rest is expected within COPY_SHARE times the copying time of this part, plus
+STEPS_S for the engine's steps: earlier, blocks would be held idle; later, the engine would wait for the copy."""
 _WAITED: dict[Waited, tuple[MissReason | Literal[""], str]] = {
     "ready": ("", ""),
     "soon": ("", ""),
@@ -109,7 +109,7 @@ _WAITED: dict[Waited, tuple[MissReason | Literal[""], str]] = {
     "broken": (MissReason.PROMISE_BROKEN, "another engine was at work on it, and ended without storing it"),
 }
 _SAID = {MissReason.RECOMPUTE, MissReason.PROMISED, MissReason.PROMISE_BROKEN}
-"""Reasons that say by themselves why a lookup went no further."""
+"""Reasons that need no added explanation of why a lookup stopped."""
 
 
 class Granted(NamedTuple):
@@ -120,11 +120,11 @@ class Granted(NamedTuple):
     extents: bytes
     unverified: int
     short_bytes: int
-    """Bytes that other leases would have to give back before the rest of the prefix could be leased."""
+    """Bytes of other leases that must be released before the rest of the prefix can be leased."""
     rows: list[int]
     """The pool rows that got a share."""
     tail_tokens: int = 0
-    """Tokens of the tail behind these chunks, whose extents are the last ones; 0: none is leased."""
+    """Number of tokens of the leased tail after these chunks, whose extents come last; 0: no tail is leased."""
 
 
 NOTHING = Granted(0, 0, b"", 0, 0, [])
@@ -138,35 +138,33 @@ class Asked(NamedTuple):
     request: Lookup
     n_chunks: int
     keys: PromptKeys
-    """Of no slice, if not all slices of the engine are known."""
+    """Has no slices while some slices of the engine are unknown."""
     tails: NamedTails | None
     started_s: float
     deadline_s: float
     choices: list[Choice]
-    """Filled when it is known which chunks are loaded."""
+    """Filled when the chunks to load have been chosen."""
     trace: Span | None
     """Its span, if it is traced."""
     unused: int
-    """Leading chunks of which this lookup is no use."""
+    """Number of leading chunks that the engine does not need, because its own cache has them."""
     latest_promise: int
-    """Number of the last promise that it may wait for; -1: any."""
+    """Number of the newest promise that it may wait for; -1: any."""
 
     @property
     def taken(self) -> int:
-        """Leading chunks that need not be copied any more."""
+        """Number of leading chunks that need not be copied."""
         return max(self.request.own_chunks, self.request.follows)
 
     @property
     def limits(self) -> list[int]:
-        """For each slice the length of a whole chunk's record; 0, so that nothing is loaded, if its engine has died."""
+        """For each slice the length in bytes of a whole chunk's record; 0, to load nothing, if its engine has died."""
         limits = self.process.group.record_limits
         return limits if len(limits) == self.keys.n_slices else [0] * self.keys.n_slices
 
     def compute_s(self, before: int) -> Callable[[int, int], float] | None:
-        """Tells how long the engine computes a range of the chunks behind `before`, without what its own cache has.
-
-        None: its rate is not known yet.
-        """
+        """A function that estimates how many seconds the engine needs for a range of the chunks after `before`, without
+        those in its own cache.  None: its rate is not known yet."""
         group, own = self.process.group, self.request.own_chunks
         size, tokens_s = group.layout.chunk_tokens, group.prompt_tokens_s
         if not tokens_s:
@@ -196,7 +194,7 @@ def _lease(pool: Pool, asked: Asked, rows: list[int], again: bool) -> Granted:
         leased = pool.lease(all_keys, keys.n_slices, rows, keys.root, (), again, False, own, tenant)
         return Granted(*leased, rows)
 
-    # Most hits have all chunks that they ask for, so the tail behind the last one is tried at once.
+    # Most lookups hit all chunks that they ask for, so the tail after the last one is tried at once.
     wanted = next(tails.after(n_chunks), None)
     granted = take(of_chunks + wanted.keys if wanted else of_chunks, again)
     if wanted and granted.n_chunks == n_chunks + 1:
@@ -221,7 +219,7 @@ def _tails_in_l2(asked: Asked, n_chunks: int) -> list[NamedTail]:
 
 
 def _named(asked: Asked, number: int) -> str:
-    """Which slice of which chunk a key is, if slices of this engine have spans: they may end a hit at any chunk."""
+    """Describe the slice and chunk of a key, if slices of this engine have spans: a hit may then end anywhere."""
     keys = asked.keys
     if not keys.spans:
         return ""
@@ -235,14 +233,14 @@ def _named(asked: Asked, number: int) -> str:
 
 
 def _note_missed(pool: Pool, identity: DeclaredIdentity, chain: bytes, slices: bytes) -> int:
-    """Let the pool learn of a request that missed all its chunks; 0. Any thread."""
+    """Let the pool learn from a request that missed all its chunks. Returns 0. Any thread."""
     keys = storage_keys(identity.root, chain, slices[:KEY_BYTES])
     pool.missed(keys, len(slices) // KEY_BYTES, identity.tenant)
     return 0
 
 
 def _note_hint(pool: Pool, root: bytes, ends: bytes, last_slice: bytes, next_: int) -> int:
-    """Tell the pool what comes after a request that ended with the first of these chunks that L1 has. Any thread."""
+    """Tell the pool what follows a request that ended with the first of these chunks present in L1. Any thread."""
     return pool.hint(storage_keys(root, ends, last_slice), next_) if next_ and ends and last_slice else 0
 
 
@@ -298,7 +296,7 @@ class Lookups:
         return self._more(asked, granted)
 
     def _lease_now(self, asked: Asked, rows: list[int], *, again: bool = False) -> Granted | None:
-        """Lease on the loop; None, and nothing is leased, if that takes more than `KEYS_ON_LOOP` keys."""
+        """Lease on the loop.  Returns None, without a lease, if that needs more than `KEYS_ON_LOOP` keys."""
         keys = asked.keys
         if keys.all or asked.tails:
             too_many = asked.n_chunks * keys.n_slices > KEYS_ON_LOOP
@@ -320,7 +318,7 @@ class Lookups:
         return Granted(*leased[:5], rows)
 
     async def _lease_on_lane(self, asked: Asked, rows: list[int], *, again: bool = False) -> Granted:
-        """Lease what would block the loop for too long. Raises Refused. When cancelled, nothing stays leased."""
+        """Lease on a lane, since it would block the loop. Raises Refused. When cancelled, nothing stays leased."""
         future = self._lane.run(_lease, self._pool, asked, rows, again)
         try:
             return await asyncio.shield(future)
@@ -329,7 +327,7 @@ class Lookups:
             raise
 
     def _give_up(self, granted: Granted) -> None:
-        """End a lease that no reply names."""
+        """End a lease that was not put into a reply."""
         if granted.ticket:
             self._pool.release(granted.ticket, -1)
 
@@ -421,7 +419,7 @@ class Lookups:
                         before, held = held.n_chunks, await self._lease_again(asked, held)
                         reason, detail = _WAITED[ended]
                         if ended == "ready" and held.n_chunks == before:
-                            break  # it was not sent, or L1 has no room
+                            break  # the load was not begun, or L1 has no free space
                 expects = False
             while asked.request.wait_ms and (
                 waited := await self._wait_for_others(asked, held.n_chunks, wait_ends_s, expects=expects)
@@ -467,10 +465,10 @@ class Lookups:
     async def _wait_for_others(
         self, asked: Asked, n_chunks: int, ends_s: float, *, expects: bool
     ) -> tuple[Waited, int] | None:
-        """Wait until L1 has what other engines have promised of the chunks behind these; how that ended, and how many
-        leading chunks there were to be.
+        """Wait until L1 has the chunks after `n_chunks` that other engines have promised.
 
-        None: nobody has promised any of them, nor, if the lookup `expects` it, does so in time.
+        Returns how the wait ended, and the number of leading chunks with the promised ones.  None: no engine has
+        promised any of them, nor, if the lookup `expects` a promise, makes one in time.
         """
         while n_chunks < asked.n_chunks and (left_s := ends_s - self._clock.monotonic_s()) > 0:
             if promised := self._promised(asked, n_chunks):
@@ -484,7 +482,7 @@ class Lookups:
         return None
 
     def _early(self, asked: Asked, promised: Promised) -> Early | None:
-        """When a lookup that takes promised chunks in parts is answered; None: when they are all there."""
+        """The condition for answering a lookup that takes promised chunks in parts; None: when L1 has all of them."""
         group, rate = asked.process.group, asked.process.group.load_rate
         if not asked.request.in_parts or rate is None:
             return None
@@ -497,7 +495,7 @@ class Lookups:
         return Early(max(1, 1 - not_copied), copy_s, holds=asked.request.follows > 0)
 
     def _promised(self, asked: Asked, n_chunks: int) -> Promised | None:
-        """What other engines have promised of the chunks behind these, if they are expected to be there in time."""
+        """The chunks after `n_chunks` that other engines have promised, if they are expected in time."""
         request, identity = asked.request, asked.identity
         if n_chunks == asked.n_chunks:
             return None
@@ -513,7 +511,7 @@ class Lookups:
         return found if 1000 * (found.expected_s(n_chunks) or 0.0) <= request.wait_ms else None
 
     async def _recut(self, asked: Asked, held: Granted, *, of_l2: bool = False) -> int:
-        """Make chunks behind these of records of other geometries in L1, or in L2; how many."""
+        """Make the chunks after `held` from records of other geometries in L1 or L2. Returns their number."""
         keys, group = asked.keys, asked.process.group
         plans = self._recuts.plans(group.layout, keys.slices)
         if not plans or held.n_chunks >= asked.n_chunks or self._late(asked):
@@ -522,7 +520,7 @@ class Lookups:
         return await self._recuts.make(plans, wanted, of_l2=of_l2)
 
     async def _fetch_tail(self, asked: Asked, n_chunks: int) -> bool:
-        """Bring the most wanted tail behind these chunks that L2 has into L1; whether there is one now."""
+        """Load the preferred tail after `n_chunks` chunks from L2 into L1. Returns whether L1 has one now."""
         if self._never or not self._tiers.take_loads or self._late(asked):
             return False
         tails, keys = _tails_in_l2(asked, n_chunks), asked.keys
@@ -542,7 +540,7 @@ class Lookups:
         return found >= 0
 
     async def _until_deadline(self, asked: Asked, future: asyncio.Future[Any]) -> None:
-        """Wait for work on a lane, at most until the deadline; the work goes on after that."""
+        """Wait for work on a lane, at most until the deadline; the work continues after that."""
         left_s = asked.deadline_s - self._clock.monotonic_s()
         done, _ = await asyncio.wait([future], timeout=max(left_s, 0.0))
         for finished in done:
@@ -559,7 +557,7 @@ class Lookups:
         load_reason: MissReason | Literal[""] = "",
         load_detail: str = "",
     ) -> Reply:
-        """The reply with what is leased now. `load_reason`: why the load from L2 went no further."""
+        """The reply with the current lease. `load_reason`: why the load from L2 stopped."""
         try:
             found = self._reason(asked, granted, load_reason, load_detail)
         except BaseException:
@@ -570,7 +568,7 @@ class Lookups:
     def _reason(
         self, asked: Asked, granted: Granted, load_reason: MissReason | Literal[""], load_detail: str
     ) -> tuple[MissReason | Literal[""], str, bytes]:
-        """Why the hit ends here, a detail, and the absent key that is the reason; empty if it is whole."""
+        """Why the hit ends here, a detail, and the absent key that causes it; all empty if the hit is complete."""
         if granted.n_chunks == asked.n_chunks:
             if not asked.n_chunks and not granted.tail_tokens:
                 return MissReason.NEVER_STORED, "no tail of the prompt is present", b""
@@ -590,13 +588,13 @@ class Lookups:
         return reason, _named(asked, number) + detail, keys.nth(number)
 
     def _has_event(self, key: bytes) -> bool:
-        """Whether anything is known of an absent key."""
+        """Whether there is a recorded event of an absent key."""
         return self._pool.is_reserved(key) or self._explainer.note_of(key) is not None
 
     def _why(
         self, asked: Asked, granted: Granted, asked_back: int, number: int | None
     ) -> tuple[MissReason, str]:
-        """The reason of a miss, and a detail. `number`: number of the key that is absent; None if no key is."""
+        """The reason for a miss, and a detail. `number`: index of the absent key; None if no key is absent."""
         if number is None:
             detail = f"present, but leases may cover no more of L1 now; {asked_back} older leases have been revoked"
             return MissReason.REFUSED, detail
@@ -622,10 +620,10 @@ class Lookups:
         )
 
     def _lacking(self, asked: Asked, n_chunks: int) -> list[int]:
-        """Numbers of the keys of which one is why a hit ends after `n_chunks` chunks; empty if L1 has a longer one.
+        """Indices of the keys whose absence may end a hit after `n_chunks` chunks; empty if L1 allows a longer hit.
 
-        With slices that have a span, a hit may end although its next chunk is there, because no longer hit has its
-        windows: then these are the absent keys of the windows of the longest hit that the other slices would allow.
+        With slices that have a span, a hit may end although its next chunk is present, because the windows of every
+        longer hit are incomplete: then these are the absent window keys of the longest hit that the other slices allow.
         """
         keys, pool = asked.keys, self._pool
         n_slices, spans = keys.n_slices, keys.spans
@@ -655,9 +653,9 @@ class Lookups:
         missing_key: bytes = b"",
         promised: int = 0,
     ) -> Reply:
-        """Keep the lease, and make the reply. `missing_key`: the absent key that is the reason; b"": none is.
+        """Keep the lease, and make the reply. `missing_key`: the absent key that is the reason; b"": no key is.
 
-        A part of what is `promised` is not noted; the last part is noted as the whole.
+        A hit that is a part of `promised` chunks is not counted; the last part is counted as the whole hit.
         """
         request, keys = asked.request, asked.keys
         if granted.ticket:
@@ -689,14 +687,14 @@ class Lookups:
         )  # fmt: skip
 
     def note_answered(self) -> None:
-        """Count and remember the lookups that were answered since the last call; their replies need not wait for it."""
+        """Count and record the lookups answered since the last call, so that their replies need not wait for that."""
         while self._unnoted:
             self._unnoted.pop()()
 
     def note_missed(self, process: Process, misses: Sequence[Miss]) -> None:
-        """Count and explain misses that an engine saw in the shared index, as those of lookups.
+        """Count and explain misses that an engine found in the shared index, like those of lookups.
 
-        A miss of an identity that this process has not declared is left out.
+        A miss under an identity that this process has not declared is ignored.
         """
         self._events.drain()  # a chunk may have left L1 after they were last read
         group = process.group
@@ -723,14 +721,14 @@ class Lookups:
                 self._shared.note(identity, group, miss.chain, 0)
 
     def note_hints(self, process: Process, hints: Sequence[Hint]) -> None:
-        """Let the pool know what a process says of the chunks of its requests."""
+        """Pass a process's hints about the chunks of its requests to the pool."""
         for hint in hints:
             identity, slices = process.identities.get(hint.identity_id), process.group.packed_slices
             if identity is not None and slices:
                 self._learn(_note_hint, identity.root, hint.last, slices[-KEY_BYTES:], hint.next)
 
     def hint(self, request_id: str, next_: int) -> asyncio.Future[int]:
-        """Say what comes after a request; how many of its chunks are in L1. Raises NotFound, Refused."""
+        """Hint what follows a request. The result is the number of its chunks in L1. Raises NotFound, Refused."""
         found = self._explainer.newest(request_id)
         if found is None:
             raise NotFound(f"request_id: {request_id!r:.80} is not among the recent requests")
@@ -740,7 +738,7 @@ class Lookups:
         return hinted
 
     def _learn(self, note: Callable[..., int], *keys: Any) -> asyncio.Future[int] | None:
-        """Let the pool learn beside the loop; None if too much waits already."""
+        """Let the pool learn on a lane; None if too many notes wait already."""
         if self._noting >= MAX_NOTING:
             return None
         self._noting += 1
@@ -763,7 +761,7 @@ class Lookups:
         missing_key: bytes,
         now_s: float,
     ) -> None:
-        """`missing_key`: the absent key that is the reason, or one of the first chunk that is not served."""
+        """Count and record an answered lookup. `missing_key`: the absent key, or one of the first chunk not served."""
         n, tail_tokens = granted.n_chunks, granted.tail_tokens
         request, keys, identity = asked.request, asked.keys, asked.identity
         self._counters.lookup.add(now_s - asked.started_s)

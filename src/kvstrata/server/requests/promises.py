@@ -48,26 +48,26 @@ if TYPE_CHECKING:
     from kvstrata.server.cluster.held import HeldChunks
 
 MAX_PROMISED_CHUNKS = 131_072
-"""Of one process over all its sessions, 4 MiB of keys."""
+"""Maximum number of promised chunks of one process, over all its sessions (4 MiB of keys)."""
 MAX_WAITING = 256
-"""Lookups of one session, or of one peer, that wait; further ones are answered at once."""
+"""Maximum number of waiting lookups of one session, or of one peer; further ones are answered at once."""
 MAX_PEERS_WAITING = 512
-"""Those of all peers."""
+"""Maximum number of waiting lookups of all peers."""
 PEEKED_KEYS = 256
-"""Keys that are looked up at a time for a peer, some 40 µs of the loop."""
+"""Number of keys that are looked up at a time for a peer, some 40 µs of the loop."""
 STAGED_BYTES = 8 << 20
-"""Bytes of records that are loaded from L2 into L1 for one question of a peer; or one chunk, if that is larger."""
+"""Maximum bytes of records loaded from L2 into L1 for one request of a peer; or one chunk, if that is larger."""
 LOOKED_BACK = 512
-"""Chunks before the missing one at which a promise of it may begin."""
+"""Maximum number of chunks between the first one of a promise and the missing chunk."""
 
 LEAST_PATIENCE_S = 0.25
 PATIENCE = 4.0
-"""A lookup whose engine holds blocks for the rest waits without news for so many times the time in which the rest is
-expected, and for LEAST_PATIENCE_S at least."""
+"""A lookup whose engine holds blocks for the rest gives up when no new chunk has come for this factor times the time in
+which the rest is expected, but not before LEAST_PATIENCE_S."""
 
 Waited = Literal["ready", "broken", "late", "soon"]
 Waiter = Process | str
-"""Who waits: a process, or the public key of a peer."""
+"""The party that waits: a process, or the public key of a peer."""
 
 
 class Promise(msgspec.Struct, eq=False):
@@ -75,30 +75,30 @@ class Promise(msgspec.Struct, eq=False):
 
     process: Process
     use: Use
-    """Where its chunks are counted."""
+    """The counters of its process, which include its chunks."""
     root: bytes
     """Of the identity."""
     chain: bytes
     """Their chain keys, in order."""
     slices: bytes
-    """Digests of the engine's slices, which its last process takes with it."""
+    """Digests of the engine's slices, kept here because the engine forgets them with its last process."""
     spans: tuple[int, ...]
-    """Of the slices (keys/spans.py).  Windows and states are stored where the prompt ends, so all is ready at once."""
+    """Spans of the slices (keys/spans.py).  Windows and states are stored at the prompt's end, all at once."""
     number: int
-    """Of the promises of this server, in order."""
+    """Serial number among the promises of this server."""
     given_s: float
-    """When, by the loop's clock."""
+    """When it was made, by the loop's clock."""
     waiting: dict[asyncio.Future[Waited], tuple[int, int]] = {}
-    """Lookups that wait: how many leading chunks of the promise each of them waits for now, and in all."""
+    """Waiting lookups, each with the numbers of the promise's leading chunks that it waits for now, and in all."""
     n_ready: int = 0
-    """Leading chunks that were seen in L1."""
+    """Number of leading chunks that were found in L1."""
     ready_s: float = 0.0
-    """When the last of them was."""
+    """When the last of them was found."""
     told: bytes = b""
-    """The storage key of its first chunk, if followers were told of it."""
+    """The storage key of its first chunk, if it was announced to followers."""
 
     def left_s(self, n_chunks: int, now_s: float) -> float:
-        """Seconds until so many chunks are expected in L1, by how fast those before them came; inf before the first."""
+        """Seconds until L1 is expected to have `n_chunks`, by the pace of the earlier ones; inf before the first."""
         if not self.n_ready:
             return math.inf
         each_s = (self.ready_s - self.given_s) / self.n_ready
@@ -106,27 +106,27 @@ class Promise(msgspec.Struct, eq=False):
 
 
 class Early(NamedTuple):
-    """When a lookup is answered before all promised chunks are there: its engine takes them in parts."""
+    """The condition for answering a lookup before L1 has all promised chunks: its engine takes them in parts."""
 
     least: int
-    """Leading chunks of the promise that must be there."""
+    """Minimum number of leading chunks of the promise that L1 must have."""
     copy_s: Callable[[int], float]
-    """Seconds in which the rest must be expected, when so many chunks of the promise are there."""
+    """Function from the number of chunks in L1 to the seconds within which the rest must be expected."""
     holds: bool
-    """The engine holds blocks for the rest, so that it waits no longer than LEAST_PATIENCE_S and PATIENCE allow."""
+    """The engine holds blocks for the rest, so it waits no longer than LEAST_PATIENCE_S and PATIENCE allow."""
 
 
 class Promised(NamedTuple):
-    """What a promise has of a prompt."""
+    """The part of a promise that belongs to a prompt."""
 
     promise: Promise
     n_chunks: int
-    """Of the promise, from its first one."""
+    """Number of chunks, from the first one of the promise."""
     end: int
-    """The chunk of the prompt behind the last of them."""
+    """Index in the prompt of the chunk after the last of them."""
 
     def expected_s(self, n_chunks: int) -> float | None:
-        """Seconds in which its engine computes what lies behind so many of the prompt; None: its speed is not known."""
+        """Seconds in which its engine computes the chunks after the prompt's first `n_chunks`; None: speed unknown."""
         group = self.promise.process.group
         size, tokens_s = group.layout.chunk_tokens, group.prompt_tokens_s
         return prompt_work(n_chunks * size, self.end * size) / tokens_s if tokens_s else None
@@ -147,15 +147,15 @@ class Promises(Numbers):
         self._followed: HeldChunks | None = None
         self._live = 0
         self._by_first: dict[tuple[bytes, bytes], list[Promise]] = {}
-        """By root, and key of the first chunk."""
+        """Promises by root and key of the first chunk."""
         self._waits: dict[Waiter, int] = {}
         self._expecting: dict[asyncio.Future[bool], tuple[Waiter, bytes, bytes]] = {}
-        """Lookups that wait for a promise to be given, with the roots of their identities and their slices."""
+        """Lookups that wait for a promise to be made, with the roots of their identities and their slices."""
         self.awaited: dict[Promise, None] = {}
-        """The promises for which somebody waits."""
+        """The promises that lookups wait for."""
 
     def begin_to_tell(self, held: HeldChunks) -> None:
-        """Tell followers of promises from now on; and engines, that peers may have promised something."""
+        """Announce promises to followers from now on, and tell engines that peers may have promised chunks."""
         self._followed = held
         self._pool.set_has_promises(True)
 
@@ -200,9 +200,9 @@ class Promises(Numbers):
             self._tell(promise, waiting, "broken")
 
     def process_gone(self, groups: Iterable[EngineGroup]) -> None:
-        """A process has ended; of its engine's promises `end` is told. Those who expect one of no engine expect none.
+        """A process has ended: end the waits for promises that no remaining engine can make.
 
-        `groups`: the engines that are left.
+        `groups`: the remaining engines.  The process's own promises end through `end`.
         """
         left = [group for group in groups if group.complete]
         vain = []
@@ -219,7 +219,7 @@ class Promises(Numbers):
                 one.set_result(given)
 
     def committed(self, process: Process) -> None:
-        """A process has committed chunks: answer those for whom its engine's promises are kept now."""
+        """A process has committed chunks: answer the lookups whose promised chunks are all in L1 now."""
         for promise in [one for one in self.awaited if one.process.group is process.group]:
             self._look(promise)
 
@@ -232,10 +232,10 @@ class Promises(Numbers):
     def find(
         self, waiter: Waiter, root: bytes, chain: bytes, n_present: int, latest: int = -1
     ) -> Promised | None:
-        """The promise of another engine that has most of the chunks behind the first `n_present` of a prompt.
+        """The promise of another engine that has the most chunks after the first `n_present` of a prompt.
 
-        Only those up to number `latest` count, -1: any; of several the first.  Of an engine with windows or states only
-        those that end where the prompt does, since these are stored there.
+        Only promises up to number `latest` count (-1: any); of equals the first.  Those of an engine with windows or
+        states count only if they end where the prompt does, since windows and states are stored there.
         """
         if not (self._live and self.may_wait(waiter)):
             return None
@@ -255,7 +255,7 @@ class Promises(Numbers):
         return found
 
     def promises_itself(self, process: Process, root: bytes, chain: bytes, n_present: int) -> bool:
-        """Whether the process's own engine has promised the chunk behind the first `n_present` of a prompt."""
+        """Whether the process's own engine has promised the chunk after the first `n_present` of a prompt."""
         for first in range(n_present, max(-1, n_present - LOOKED_BACK), -1):
             for promise in self._by_first.get((root, nth(chain, first)), ()):
                 if promise.process.group is process.group and first + count(promise.chain) > n_present:
@@ -263,9 +263,9 @@ class Promises(Numbers):
         return False
 
     async def expect(self, waiter: Waiter, root: bytes, slices: bytes, most_s: float) -> bool:
-        """Wait, at most so long, until a promise under this identity is given. False: the engines that could are gone.
+        """Wait, at most `most_s`, for a promise under this identity. False: the engines that could make one are gone.
 
-        `slices`: those of the engines that could, as promises have them.
+        `slices`: the digests of those engines' slices, as in a promise.
         """
         expecting: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._expecting[expecting] = waiter, root, slices
@@ -279,9 +279,9 @@ class Promises(Numbers):
     async def wait(
         self, waiter: Waiter, promised: Promised, most_s: float, early: Early | None = None
     ) -> Waited:
-        """Wait, at most so long, until L1 has what was promised of a prompt, in all slices of the engine at work.
+        """Wait, at most `most_s`, until L1 has the promised chunks in all slices of the promising engine.
 
-        With `early`, possibly only until the rest is expected soon.
+        With `early`, the wait may end when the rest is expected soon.
         """
         promise, n_chunks, _ = promised
         now = asyncio.get_running_loop().time
@@ -295,7 +295,7 @@ class Promises(Numbers):
     async def _wait_for_more(
         self, promise: Promise, n_chunks: int, most_s: float, early: Early | None
     ) -> Waited | None:
-        """As `wait`; None: some more chunks are there."""
+        """Like `wait`; None: L1 has more chunks than before."""
         loop = asyncio.get_running_loop()
         waiting: asyncio.Future[Waited] = loop.create_future()
         promise.waiting[waiting] = n_chunks if early is None else promise.n_ready + 1, n_chunks
@@ -321,9 +321,9 @@ class Promises(Numbers):
     async def for_peer(
         self, peer: str, asked: Await, stage: Callable[[bytes], Awaitable[object]]
     ) -> tuple[int, Literal["ready", "broken", "late", "expected", "none"]]:
-        """How many of the chunks L1 has, once it has one more than the peer, or will not get it; and how that ended.
+        """Wait until L1 has one chunk more than the peer, or will not get it. Returns the number in L1, and the end.
 
-        `stage(chain)` loads these chunks from L2 as far as it has them.
+        `stage(chain)` loads the chunks that L2 has into L1.
         """
         n_slices, n_chunks = count(asked.slices), count(asked.chain)
         staged = False
@@ -339,7 +339,7 @@ class Promises(Numbers):
                 return n, "ready" if n > asked.n_present else "broken"
             if left_s <= 0:
                 return n, "expected" if expects else "late"
-            if asked.record_bytes:  # and no promise is waited for
+            if asked.record_bytes:  # the peer asks for chunks in L2, so no promise is awaited
                 if staged or not self.may_wait(peer):
                     return n, "none"
                 at_once = max(1, STAGED_BYTES // sum(asked.record_bytes))
@@ -375,7 +375,7 @@ class Promises(Numbers):
                 del self._waits[waiter]
 
     def _look(self, promise: Promise) -> None:
-        """See how many chunks are in L1 now, and answer those who wait for no more."""
+        """Check how many chunks are in L1 now, and answer the lookups that need no more."""
         if not promise.waiting:
             return
         beyond = part(promise.chain, promise.n_ready, max(whole for _, whole in promise.waiting.values()))

@@ -79,11 +79,11 @@ if TYPE_CHECKING:
     from kvstrata.server.parts import Parts
 
 HEAD_BYTES = 64 << 10
-"""Of an invalid message up to this length, operation and number are looked for."""
+"""Maximum length of an invalid message whose operation and number are parsed for the error reply."""
 MAX_TASKS_OF_PROCESS = 2_048
-"""Maximum number of requests that take time, of one process over all its sessions."""
+"""Maximum number of running tasks of one process, over all its sessions."""
 MAX_GRANTS = 8_192
-"""Leases, reservations and promises of one session."""
+"""Maximum number of leases, reservations and promises of one session."""
 GRACE_S = 0.02
 """Grace after a request's deadline before it is answered with the deadline's error."""
 
@@ -129,7 +129,7 @@ class Requests:
         }
 
     def on_frame(self, sender: Line, frame: bytes) -> bool:
-        """Answer one message, now or when its task has ended. Returns False if it is no request."""
+        """Answer one message, now or when its task has ended. Returns False if it is not a valid request."""
         started_s = time.perf_counter()
         process = sender.process
         try:
@@ -172,7 +172,7 @@ class Requests:
         return True
 
     def on_attached(self, process: Process) -> None:
-        """A process is attached. If it is an engine's scheduler, the other engines hear at once that they share L1."""
+        """A process has attached. If it is an engine's scheduler, tell the other engines at once that they share L1."""
         self._recuts.attached(process)
         if not process.declared.kv_bytes:
             return
@@ -182,13 +182,13 @@ class Requests:
                 other.line.send(told)
 
     async def on_gone(self, process: Process) -> None:
-        """Stop the requests of a process that has ended, and end what it was granted."""
+        """Stop the requests of a process that has ended, and end its grants."""
         running = list(process.running.values())
         for one in running:
             self._stop(one, None)
         leases, reservations = self._grants.process_gone(process)
         self._grants.promises.process_gone(self._processes.groups)
-        if leases or reservations:  # a process that has given back everything is not worth a line
+        if leases or reservations:  # a process without grants is not logged
             EventLog("instance").repeated(
                 logging.INFO, "held", "process_gone", pid=process.pid, session=shown_name(process.session),
                 group=shown_name(process.group_name), leases=leases, reservations=reservations,
@@ -199,7 +199,7 @@ class Requests:
     # --- verbs; those of lookups are in lookup.py, and those of writers in reserve.py ----------------------
 
     def _ping(self, process: Process, request: Ping) -> Reply:
-        """The process is alive; it hears which leases it should give back. Raises BadRequest."""
+        """The process is alive; the reply names the leases that it should release. Raises BadRequest."""
         for miss in request.misses:
             if miss.chain:
                 check_keys(miss.chain, "misses.chain")
@@ -244,7 +244,7 @@ class Requests:
                 continue
             if lease.owner.group.name != process.group.name:
                 if process.tenants is not None:
-                    continue  # a tenant does not hear whether another one has such a lease
+                    continue  # do not reveal to a tenant whether another one has such a lease
                 raise NotPermitted(
                     f"leases: ({shown_name(name[0])}, {name[1]}) belongs to another engine; nothing was released",
                     field="leases",
@@ -265,7 +265,7 @@ class Requests:
         return Ok(request.seq, self._epoch, n_chunks)
 
     def _cancel(self, process: Process, request: Cancel) -> Reply:
-        """Stop a lookup or reserve of this session, or end what it was granted; or withdraw a promise."""
+        """Stop a lookup or reserve of this session, or end its lease or reservation; or withdraw a promise."""
         if request.target >= request.seq:
             raise BadRequest(
                 f"target: {request.target} is not the number of an earlier request", field="target"
@@ -273,7 +273,7 @@ class Requests:
         return Ok(request.seq, self._epoch, int(self._end(process, request.target)))
 
     def _resume(self, process: Process, request: Resume) -> Reply:
-        """End the running requests of this session, and its grants, that it does not name."""
+        """End those running requests and grants of this session that the message does not name."""
         unnamed = {*process.running, *process.grants}.difference(request.live)
         return Ok(request.seq, self._epoch, sum(self._end(process, seq) for seq in sorted(unnamed)))
 
@@ -283,7 +283,7 @@ class Requests:
         return read_piece(self._pool, root, request, self._epoch, self._counters)
 
     def _end(self, process: Process, seq: int) -> bool:
-        """Stop a request, or end what it was granted. Returns whether it ran or was granted anything."""
+        """Stop a request, or end its grant. Returns whether it was running or had a grant."""
         running = process.running.get(seq)
         if running is None:
             return self._grants.end(process, seq)
@@ -305,7 +305,7 @@ class Requests:
         try:
             answer = encode(await work)
         except asyncio.CancelledError:
-            pass  # the work has undone what it did
+            pass  # the task has undone its work
         except Exception as error:
             answer = self._failed(process, seq, error)
         timer.cancel()
@@ -344,7 +344,7 @@ class Requests:
         self._counters.request_seconds[op].add(time.perf_counter() - started_s)
 
     def _failed(self, process: Process | None, seq: int, error: Exception) -> bytes:
-        """The reply to a request that failed, and which therefore keeps nothing."""
+        """The error reply to a request; a failed request keeps no grant."""
         if process is not None:
             self._grants.end(process, seq)
         if isinstance(error, KvstrataError):
@@ -362,7 +362,7 @@ class Requests:
         )
 
     def _undecodable(self, frame: bytes, error: Exception) -> bytes:
-        """The error for a message that is no request, with the sender's seq if it can be read."""
+        """The error reply to an invalid message, with the sender's seq if it can be read."""
         size_bytes = len(frame)
         self._log.repeated(logging.WARNING, "undecodable", "bad_message", error=error, size_bytes=size_bytes)
         seq, op = 0, ""
@@ -389,8 +389,7 @@ class Requests:
 
 
 _TAKES_ROOM = frozenset({Lookup, Reserve, Corrupt, Promise})
-"""Requests that may become tasks or be granted something. None of them gives anything back, so they may be refused for
-lack of room."""
+"""Requests that may become tasks or get grants. None of them releases a grant, so refusing them at a limit is safe."""
 _OPS: dict[type[Request], str] = {
     kind: str(kind.__struct_config__.tag) for kind in typing.get_args(AnyRequest)
 }
@@ -408,7 +407,7 @@ def _not_next(process: Process) -> BadRequest:
 
 
 def _check_room(process: Process, *, grants: bool) -> None:
-    """Raises Refused if the process has too much running, or if its session holds too many `grants` for one more."""
+    """Raises Refused if the process has too many running tasks, or with `grants` its session too many grants."""
     n_tasks = process.uses[0].n_tasks
     if n_tasks >= MAX_TASKS_OF_PROCESS:
         raise Refused(f"this process has {n_tasks} requests that take time running; wait for some")

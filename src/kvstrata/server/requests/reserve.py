@@ -43,7 +43,7 @@ KEYS_ON_LOOP = 256
 """A reserve of up to this many keys runs on the loop (about 0.1 ms if each evicts); a larger one goes to a lane."""
 TOKEN_SHARE = 2
 GRANULE_BYTES = 4_096
-"""Reserved bytes are counted in whole granules, as in the pool."""
+"""Reserved bytes are counted in multiples of this, as in the pool."""
 _MIN_RECORD_BYTES = 4096
 """Bytes of a record's header."""
 _NO_EXTENT = bytes(EXTENT.size)
@@ -102,7 +102,7 @@ class Reserving:
             parent = b""  # a hit does not need the chunks before a window, so they may be absent
         if not request.parent:
             self._explainer.stored_under(request.probe, identity.root, identity.layout, identity.request)
-        # A tail lies in an extent of a chunk's size, so that whatever evicts it has room for a chunk.
+        # A tail lies in an extent of a chunk's size, so that evicting it makes space for a chunk.
         bytes_each = -(-longest // GRANULE_BYTES) * GRANULE_BYTES
         trace = self._tracer.begin(request.traceparent) if self._tracer else None
         reservation = Reservation(process.uses, bytes_each, keys, tail, replaces, time.perf_counter(), trace)
@@ -119,7 +119,7 @@ class Reserving:
         return self._reserved(process, request, reservation, answer)
 
     def _room(self, process: Process, bytes_each: int, n_chunks: int) -> int:
-        """How many of these chunks the bounds of the process and of its token allow."""
+        """How many of `n_chunks` chunks the limits of the process and of its token allow."""
         for use, share in zip(process.uses, (MAX_SESSION_SHARE, TOKEN_SHARE), strict=False):
             left_bytes = self._pool.extents_bytes // share - use.reserved_bytes
             n_chunks = min(n_chunks, max(0, left_bytes // bytes_each, not use.reserved_bytes))
@@ -163,7 +163,7 @@ class Reserving:
         return CommitReply(request.seq, self._epoch, bytes(outcomes))
 
     def abort(self, process: Process, request: Abort) -> Reply:
-        """Give back extents that were reserved and not committed."""
+        """Free extents that were reserved and not committed."""
         reservation = self._grants.reservation(process, request.reservation)
         if reservation is None:
             return Ok(request.seq, self._epoch, 0)
@@ -197,7 +197,7 @@ class Reserving:
         n_new: int,
         arguments: tuple[Any, ...],
     ) -> Reply:
-        """Reserve what would block the loop for too long. Raises Refused. When cancelled, nothing stays reserved."""
+        """Reserve on a lane what would block the loop. Raises Refused. When cancelled, nothing stays reserved."""
         pool, future = self._pool, None
 
         def undo(done: asyncio.Future[Answer]) -> None:
@@ -222,7 +222,7 @@ class Reserving:
     def _reserved(
         self, process: Process, request: Reserve, reservation: Reservation, answer: Answer
     ) -> Reply:
-        """Keep what was reserved, count the outcomes, and make the reply."""
+        """Keep the reservation, count the outcomes, and make the reply."""
         reservation.ticket, outcomes, extents = answer
         reservation.open.update(i for i, code in enumerate(outcomes) if code == ReserveOutcome.RESERVED)
         reservation.count(len(reservation.open))
@@ -241,7 +241,7 @@ class Reserving:
 
 
 def _reserve(pool: Pool, n_new: int, keys: bytes, arguments: tuple[Any, ...]) -> Answer:
-    """Reserve extents for at most `n_new` chunks besides those present; the others hear of the session's limit."""
+    """Reserve extents for at most `n_new` absent chunks; further ones get the outcome of the session's limit."""
     n_chunks = count(keys)
     n_asked = n_chunks if n_new == n_chunks else min(n_chunks, pool.peek(keys) + n_new)
     ticket, outcomes, extents = 0, b"", b""
