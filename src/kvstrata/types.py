@@ -253,8 +253,8 @@ class MissReason(enum.StrEnum):
     PUT_SKIPPED = "put_skipped"
     """It left L1 without having been put to L2; `explain` says why."""
     BREAKER_OPEN = "breaker_open"
-    """The adapter (in a client: the server) was not asked, because it has not answered lately, its process is down, its
-    directory is gone, or it is being removed."""
+    """The adapter (in a client: the server) was not asked, because it has failed lately, its process is down, its
+    directory is gone, or it is paused or closed."""
     L2_FAILED = "l2_failed"
     """An L2 adapter failed to look it up or to load it; `explain` says how."""
     RECOMPUTE = "recompute"
