@@ -114,8 +114,8 @@ class ForecastNumbers(Numbers):
     )
     tenant_forecast = gauge(
         "Like forecast_hits (`of` is `hits`) and forecast_seconds (`seconds`), for a tenant's requests and another "
-        "share of L1, by its size in units of the current one. Only tenants that the settings or the tenants file named at "
-        "the start.",
+        "share of L1, by its size in units of the current one. Only tenants that the settings or the tenants file "
+        "named at the start.",
         lambda self: {
             (row["tenant"], size, of): share
             for row in self._tenants.in_l1()
