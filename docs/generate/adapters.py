@@ -14,14 +14,14 @@ from kvstrata.tiers.config import TYPES, CommonFields, Medium, load
 ADAPTERS = """# Types of L2 adapters
 
 {}
-An entry of `l2_adapters`, and the JSON of `--l2-adapter`, has the fields of its type and those that all types have. A
-wrong field stops the start with an error that names it; a field that is `null` counts as not set. So do refused
-credentials, and records of another version. A storage that cannot be reached stops no start: the server serves without
-it, and tries again after 0.5 s, then twice the pause, up to 30 s.
-Types of installed packages (see [Writing an adapter](writing-an-adapter.md)) are not here.
+An entry of `l2_adapters`, or the JSON of `--l2-adapter`, has the fields of its type and those common to all types. A
+wrong field stops the start with an error that names it; a field that is `null` counts as not set. Refused credentials
+and records of another version also stop the start. If a storage cannot be reached, the server starts without it, and
+retries after 0.5 s and then doubling delays, up to 30 s.
+This page omits types of installed packages (see [Writing an adapter](writing-an-adapter.md)).
 """
 NOT_FOR_USERS = ("peer",)
-"""It is made by the server itself."""
+"""Adapters that only the server itself creates."""
 
 
 def media() -> dict[str, tuple[Medium, list[str]]]:

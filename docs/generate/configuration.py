@@ -30,14 +30,13 @@ Settings come from these sources; if several name a setting, the last one in the
   variables, flags.
 - `lmcache-gateway`: defaults, the YAML file of `--config`, `KVSTRATA_GATEWAY_<SECTION>_<KEY>` variables, flags.
 
-Variables that Kubernetes or Docker set for services (`KVSTRATA_PORT=tcp://10.0.0.1:80`, `…_SERVICE_HOST`) are
-ignored. An empty variable is not set, and a pair of quotes around a value, which `docker --env-file`
-keeps, is taken away. Files are YAML 1.2: `no`, `off` and `22:30` are text, `0700` is 700, keys are what they spell,
-and a key twice is an error; in a file for LMCache `yes` and `on` are true. Variables of the shell (`$HOME`) are refused
-in paths; `~` is your home. A wrong key or value stops the start; everything that is wrong is said at once, with what
-the value must be. Capitals do not matter in words that a setting lists (`lru` is `LRU`). One file may have the settings
-of a server and of its engines. Working files are in `configs/`. Names of LMCache:
-[Coming from LMCache](coming-from-lmcache.md).
+Service variables that Kubernetes or Docker set (`KVSTRATA_PORT=tcp://10.0.0.1:80`, `…_SERVICE_HOST`) are ignored. An
+empty variable counts as not set, and quotes around a whole value, which `docker --env-file` keeps, are removed. Files
+are YAML 1.2: `no`, `off` and `22:30` are text, `0700` is 700, keys are taken literally, and a duplicate key is an
+error; in a file for LMCache `yes` and `on` are true. Shell variables (`$HOME`) are refused in paths; `~` is your home.
+A wrong key or value stops the start; one message names all errors and what each value must be. Case does not matter in
+words that a setting lists (`lru` is `LRU`). One file may have the settings of a server and of its engines. `configs/`
+has working files. For LMCache's names see [Coming from LMCache](coming-from-lmcache.md).
 """
 
 

@@ -101,16 +101,16 @@ LABELS = {
     "reason": "[reasons of a miss](internals/protocol.md#reasons-of-a-miss); for skipped puts: `Skip` in "
     "`src/kvstrata/tiers/puts.py`, or the adapter's own word",
     "outcome": "[outcomes of reserve](internals/protocol.md#operations); for an adapter: `stored`, `absent` and so "
-    "on, with `:reason` where there is one",
-    "tier": "`l1`, or `l2` for what was loaded first",
-    "tenant": "a tenant that the settings or the tenants file name",
+    "on, with `:reason` if it has one",
+    "tier": "`l1`, or `l2` for chunks that were loaded first",
+    "tenant": "a tenant named in the settings or the tenants file",
     "adapter": "type and index in `l2_adapters`, like `fs-0`",
     "operation": "`exists`, `put`, `load`, `delete`",
     "state": "states of an entry in L1: `reserved`, `ready`, `unverified`, `quarantined`",
     "cause": "causes of an eviction: `policy`, `window`",
     "phase": "`lookup` (asking the adapters), `wait` (for the adapter, in its lane, or for another load of the same "
     "chunk), `medium`, `verify` (checksums), `promote` (making the chunks visible in L1)",
-    "event": "numbers that the adapter counts (`numbers` in the status), of bytes without `_bytes`",
+    "event": "the adapter's own counts (`numbers` in the status); for bytes, without `_bytes`",
 }
 
 
@@ -134,8 +134,8 @@ def metrics() -> str:
         (
             "# Metrics\n\n",
             GENERATED.format("the declarations of the parts that `docs/generate/numbers.py` lists"),
-            "\n`/metrics` on the admin port, in Prometheus' text format. A page is at most 0.25 s old. Counters start "
-            "at 0 with the server, durations are in seconds, ratios between 0 and 1. No label names requests or "
+            "\nThe admin port serves `/metrics` in Prometheus' text format, at most 0.25 s old. Counters start at 0 "
+            "with the server, durations are in seconds, and ratios are between 0 and 1. Labels never name requests or "
             "keys, and every label has a closed set of values. The status document (`kvstrata ctl status --all`) has "
             "the same numbers in the sections below, without the histograms.\n\n## Labels\n\n",
             table(["label", "values"], [[f"`{label}`", LABELS[label]] for label in labels]),
@@ -146,9 +146,9 @@ def metrics() -> str:
             "\n## Of the controller\n\n`/metrics` on its HTTP port. `instance` is the name of an instance, at most "
             "1,000 of them.\n\n",
             _table(families_of(CONTROLLER).values()),
-            "\n## Of the gateway\n\n`/metrics` on its port. Tenants and engines are those of the settings, models "
-            "those of the engines; a request that had none of them has an empty word, and beyond 4,096 combinations "
-            "of the three all are `other`.\n\n",
+            "\n## Of the gateway\n\n`/metrics` on its port. Tenants and engines are named as in the settings, models "
+            "as by the engines; the label is empty if a request has none, and beyond 4,096 combinations of the three "
+            "all are `other`.\n\n",
             _table(families_of(GATEWAY).values()),
             f"\nPolicies of an adapter (`l2_store.adapters.ADAPTER.policy`): {', '.join(map(str, StorePolicy))}.\n",
         )

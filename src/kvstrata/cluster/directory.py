@@ -52,10 +52,10 @@ class Directory(Numbers):
     admitted_keys = counter("Placements that changes added.")
     evicted_keys = counter("Placements that changes removed.")
     listed_keys = counter("Placements that lists added.")
-    refused_keys = counter("Placements that were refused because the directory is full.")
-    waiting_bytes = gauge("Bytes of changes that wait for the directory.")
+    refused_keys = counter("Placements refused because the directory is full.")
+    waiting_bytes = gauge("Bytes of changes waiting for the directory.")
     promised = gauge(
-        "Promises of instances' engines that are known, of those with one first chunk one.",
+        "Known promises of instances' engines; those with the same first chunk count once.",
         lambda self: self._lookups.n_promised,
     )
 

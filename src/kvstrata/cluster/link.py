@@ -42,12 +42,12 @@ class ControllerLink(Numbers):
     """See the module. Belongs to the event loop."""
 
     member = gauge(
-        "1 if the controller has accepted this process and has answered since, else 0.",
+        "1 while the controller accepts this process and answers, else 0.",
         lambda self: self._member,
     )
-    registrations = counter("Registrations with a controller that were answered, repeated ones included.")
+    registrations = counter("Answered registrations with a controller, including repeated ones.")
     unanswered = counter("Registrations not answered.", name="unanswered_registrations")
-    reconnects = counter("Links made anew because a controller was silent.", name="links_made_anew")
+    reconnects = counter("Reconnections because a controller was silent.", name="links_made_anew")
 
     def __init__(self, url: str, links: Links, keys: ClusterKeys, beats: Beats) -> None:
         """`url`: of the controller's port. Raises Unavailable if it is not an endpoint."""

@@ -22,9 +22,9 @@ def says(description: str, *, demand: str = "", limit: bool = False, extra: Any 
 
 
 Level = Literal["debug", "info", "warning", "error"]
-LogLevel = Annotated[Level, says("Least severe level that is logged.")]
+LogLevel = Annotated[Level, says("Lowest level that is logged.")]
 LogFormat = Annotated[Literal["text", "json"], says(
-    "Form of the log's lines: `text`, or one JSON object a line with `time`, `level`, `component`, `message` and "
+    "Format of log lines: `text`, or one JSON object per line with `time`, `level`, `component`, `message` and "
     "`fields`.")]
 Place = Annotated[
     str,
@@ -45,12 +45,12 @@ class ListenSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     host: Annotated[str, says(HTTP_HOST, min_length=1)] = "127.0.0.1"
     port: Annotated[int, says("Port; 0 takes a free one.", ge=0, le=65_535)] = 8080
     token_file: Annotated[str, says(
-        "File with the bearer token that every request but the probes must carry, readable by its owner only. Empty: "
-        "a token is made at each start, which `kvstrata ctl` finds if the same user runs it.")] = ""
+        "File with the bearer token required in every request except probes, readable by its owner only. Empty: a "
+        "token is created at each start; `kvstrata ctl` of the same user finds it.")] = ""
     allowed_hosts: Annotated[list[Host], says(
-        "Further names by which clients reach this port, such as `kvstrata` or, for browsers behind a proxy, "
-        "`cache.example.net:8443`. Always allowed: the address of `host`, `localhost` and, if the port can be reached "
-        "from elsewhere, this machine's name and every IP address.")] = []
+        "Further host names by which clients reach this port, such as `kvstrata` or, for browsers behind a proxy, "
+        "`cache.example.net:8443`. Always allowed: the address of `host`, `localhost` and, if other machines can "
+        "reach the port, this machine's name and every IP address.")] = []
     open_metrics: Annotated[bool | None, says("Serve /metrics without a token; empty: only on loopback.")] = None
 
 
@@ -58,4 +58,4 @@ class PortSecuritySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     """Settings that guard ports off loopback."""
 
     curve_secret_file: Annotated[str, says("File with the server's CURVE secret key (Z85, 40 characters).")] = ""
-    insecure: Annotated[bool, says("Open ports that lack a key or token to everybody.")] = False
+    insecure: Annotated[bool, says("Open ports without a key or token to everybody.")] = False

@@ -32,17 +32,16 @@ class EtcdSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix: Annotated[str, says(
         "Prefix of all of kvstrata's keys in etcd.",
         pattern=r"^[A-Za-z0-9._/-]{1,200}$", demand="must be 1 to 200 letters, digits and . _ / -")] = "kvstrata"
-    ttl_s: Annotated[int, says("Silence after which a leader is replaced, in seconds.", ge=1, le=600)] = 5
+    ttl_s: Annotated[int, says("Silence after which another controller leads, in seconds.", ge=1, le=600)] = 5
     advertise_url: Annotated[str, says(
         "URL at which users and other controllers reach this controller's HTTP API; empty: `http://`, `http.host` and "
         "the port.", pattern=r"^(https?://[^\s]+)?$", demand="must be an http:// or https:// URL, or empty")] = ""
-    user: Annotated[str, says("User of etcd, if etcd asks for one.")] = ""
+    user: Annotated[str, says("User of etcd, if etcd requires one.")] = ""
     password_file: Annotated[str, says("File with that user's password, readable by its owner only.")] = ""
     ca_file: Annotated[str, says(
-        "Certificates (PEM) of the authorities against which etcd's certificate is checked; empty: the ones that gRPC "
-        "ships.")] = ""
+        "CA certificates (PEM) that verify etcd's certificate; empty: those shipped with gRPC.")] = ""
     cert_file: Annotated[str, says(
-        "This controller's certificate (PEM), if etcd asks for one (`--client-cert-auth`).")] = ""
+        "This controller's certificate (PEM), if etcd requires one (`--client-cert-auth`).")] = ""
     key_file: Annotated[str, says("Key of `cert_file` (PEM, no passphrase), readable by its owner only.")] = ""
 
 
@@ -51,8 +50,8 @@ class MonitorPorts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     reply: Annotated[int, says(
         "Port for registrations, lookups and gateways; 0 takes a free one.", ge=0, le=65_535)] = 8400
-    pull: Annotated[int | None, says("Has no effect: the controller asks instances at their own ports.")] = None
-    heartbeat: Annotated[int | None, says("Has no effect, likewise.")] = None
+    pull: Annotated[int | None, says("Has no effect: the controller polls instances at their own ports.")] = None
+    heartbeat: Annotated[int | None, says("Has no effect, for the same reason.")] = None
 
 
 class ControllerHttpSettings(ListenSettings, frozen=True, kw_only=True):
@@ -67,8 +66,8 @@ class DirectorySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     max_gb: Annotated[float, says("Memory for placements, in GB; each takes about 11 bytes.", ge=0.0625, le=1024)] = 4.0
     snapshot_dir: Annotated[str, says(
-        "Folder of the snapshot and of the admins' orders (drains, removals); empty: kvstrata/controller-PORT "
-        "in XDG_STATE_HOME, or in ~/.local/state; `none`: neither is kept.")] = ""
+        "Folder of the snapshot and of admins' orders (drains, removals); empty: kvstrata/controller-PORT in "
+        "XDG_STATE_HOME, or in ~/.local/state; `none`: neither is kept.")] = ""
     snapshot_s: Annotated[float, says("Time between two snapshots, in seconds.", ge=1, le=86_400)] = 30.0
 
 
@@ -83,17 +82,17 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         "Address of the ZMQ port; empty: that of `http.host`.")] = ""
     monitor_ports: MonitorPorts = MonitorPorts()
     heartbeat_s: Annotated[float, says(
-        "An instance that has answered nothing for this time, in seconds, is late; it is asked twice as often.",
+        "Silence after which an instance is late, in seconds; it is then polled twice as often.",
         ge=0.05, le=3_600)] = 10.0
     dead_after_s: Annotated[float, says(
-        "Silence after which an instance is dead and its chunks are forgotten, in seconds; at least twice "
-        "`heartbeat_s`.", limit=True, ge=0.1, le=86_400)] = 30.0
+        "Silence after which an instance is dead and its chunks are dropped from the directory, in seconds; at least "
+        "twice `heartbeat_s`.", limit=True, ge=0.1, le=86_400)] = 30.0
     peer_hosts: Annotated[list[PeerHost], says(
-        "Hosts that instances may name in `p2p.advertise` besides the one that their connection comes from: names, "
-        "addresses, or networks such as `10.1.0.0/16`.")] = []
+        "Hosts that instances may name in `p2p.advertise`, besides the source of their connection: names, addresses, "
+        "or networks such as `10.1.0.0/16`.")] = []
     copies_mb_s: Annotated[float, says(
-        "Bandwidth of copies of hot prefixes that are made ahead, of all instances together, in MB (2^20 bytes) a "
-        "second; 0: none are made.", ge=0, le=1_000_000)] = 100.0
+        "Bandwidth for copying hot prefixes ahead of requests, for all instances together, in MB (2^20 bytes) per "
+        "second; 0: no copies.", ge=0, le=1_000_000)] = 100.0
     directory: DirectorySettings = DirectorySettings()
     etcd: EtcdSettings = EtcdSettings()
     security: PortSecuritySettings = PortSecuritySettings()

@@ -18,8 +18,8 @@ class GatewayHttpSettings(ListenSettings, frozen=True, kw_only=True):
     host: Annotated[str, says(HTTP_HOST, min_length=1)] = "127.0.0.1"
     port: Annotated[int, says("Port; 0 takes a free one.", ge=0, le=65_535)] = 8090
     token_file: Annotated[str, says(
-        "File with the bearer token of operators, who may ask for /metrics and /gateway/…, readable by its owner "
-        "only. Empty: a token is made at each start, whose file the log names.")] = ""
+        "File with the bearer token of operators for /metrics and /gateway/…, readable by its owner only. Empty: a "
+        "token is created at each start; the log names its file.")] = ""
 
 
 class SloSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,19 +71,19 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Requests wait in the gateway while every engine that could serve them has enough to do."""
 
     ahead_s: Annotated[float, says(
-        "Work that an engine is sent in advance, in seconds of computing prompts; two prompts in any case. More makes "
-        "the order of waiting requests count less.", ge=0, le=60)] = 0.2
+        "Work sent to an engine in advance, in seconds of prompt computation, at least two prompts. A larger value "
+        "reduces the effect of the queue's order.", ge=0, le=60)] = 0.2
     max_requests: Annotated[int, says(
-        "Maximum number of requests that wait; further ones get 429. 0: none waits. Needs the policy `auto` or `ttft`, "
-        "and does not go with the picker.", ge=0, le=65_536)] = 0
+        "Maximum number of waiting requests; further ones get 429. 0: no request waits. Needs the policy `auto` or "
+        "`ttft`, and is refused with the picker.", ge=0, le=65_536)] = 0
 
 
 class TimeoutSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long a request may stand still."""
 
     silence_s: Annotated[float, says(
-        "Longest time in which neither a client nor its engine sends a byte, in seconds: for the first token, between "
-        "two parts of an answer, and while a request arrives.", limit=True, gt=0, le=86_400)] = 600.0
+        "Maximum time without a byte from a client or its engine, in seconds: until the first token, between two "
+        "parts of an answer, and while a request arrives.", limit=True, gt=0, le=86_400)] = 600.0
 
 
 class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,13 +102,13 @@ class PickerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         "HOST:PORT of the port, such as 127.0.0.1:9002; port 0 takes a free one. Empty: no port. Needs the extra "
         "`picker`.")] = ""
     only: Annotated[bool, says(
-        "Requests come through an Envoy of one's own only: none is started, and the HTTP port answers probes and "
-        "operators, so it needs no `tenants` off loopback.")] = False
+        "Requests come only through your own Envoy: the gateway starts none, and its HTTP port answers only probes "
+        "and operators, so it needs no `tenants` beyond loopback.")] = False
     tls_cert_file: Annotated[str, says("File with the port's certificate chain (PEM); empty: no TLS.")] = ""
     tls_key_file: Annotated[str, says("File with the certificate's key (PEM).")] = ""
     tls_ca_file: Annotated[str, says(
-        "File with the certificates (PEM) of who signs Envoy's; without a certificate of theirs nobody may ask. "
-        "Empty: everybody who reaches the port may.")] = ""
+        "File with the CA certificates (PEM) for Envoy's certificate; clients without a certificate from them are "
+        "refused. Empty: everybody who reaches the port may use it.")] = ""
 
 
 class TokenizerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,17 +124,16 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How the policies `auto` and `ttft` get the token ids of prompts that are text."""
 
     tokenizers: Annotated[list[TokenizerSettings], says(
-        "Tokenizers of models. Each is compared with each engine of its model (/tokenize), and used for what they "
-        "agree on.", max_length=64)] = []
+        "Tokenizers of models. Each is compared with the engines of its model (/tokenize), and used only for "
+        "features on which both agree.", max_length=64)] = []
     render: Annotated[bool, says(
-        "Ask an engine for the ids (/v1/.../render, vLLM's `--enable-scale-out`) where no tokenizer tells "
-        "them.")] = False
+        "Ask an engine for the ids (/v1/.../render, vLLM's `--enable-scale-out`) if no tokenizer has them.")] = False
     pass_ids: Annotated[bool, says(
-        "Pass the ids of chats (`kv_transfer_params.prompt_token_ids`) on to engines that take them, which then need "
-        "not tokenise again; also ids that an engine rendered. Each engine is asked for one token first, to see "
-        "whether it does.")] = False
+        "Pass the ids of chats (`kv_transfer_params.prompt_token_ids`), also ids that an engine rendered, to engines "
+        "that accept them, so that they need not tokenize again. A request for one token first tests whether an "
+        "engine accepts ids.")] = False
     deadline_ms: Annotated[float, says(
-        "Longest time for which a request waits for its ids, in milliseconds; then it goes on without.",
+        "Maximum time that a request waits for its ids, in milliseconds; then it continues without them.",
         limit=True, gt=0, le=10_000)] = 20.0
 
 
@@ -151,11 +150,11 @@ class SharingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """What gateways before the same engines tell each other."""
 
     gateways: Annotated[list[OtherGateway], says(
-        "Ports of the other gateways before the same engines, as `HOST:PORT`; `dns+NAME:PORT` stands for all "
-        "addresses of NAME, which is resolved again every 5 s. This gateway's own may be among them. All must have "
-        "the same `engines` with the same names.", max_length=64)] = []
+        "Ports of the other gateways in front of the same engines, as `HOST:PORT`; `dns+NAME:PORT` stands for all "
+        "addresses of NAME, resolved again every 5 s. The list may include this gateway's own port. All gateways "
+        "must have the same `engines` with the same names.", max_length=64)] = []
     listen: Annotated[Place, says(
-        "HOST:PORT on which this gateway hears the others; empty: gateways tell each other nothing.")] = ""
+        "HOST:PORT on which this gateway listens for the others; empty: gateways share nothing.")] = ""
     curve_file: Annotated[str, says(
         "File with the line `secret KEY`, the same for all gateways, readable by its owner only. Empty: the key that "
         "this user's processes on this host share.")] = ""
@@ -175,16 +174,17 @@ class GatewayControllersSettings(msgspec.Struct, frozen=True, kw_only=True, forb
     """The cluster's controllers, which tell of its instances; the gateway follows what these hold itself."""
 
     urls: Annotated[list[ControllerUrl], says(
-        "Ports of all controllers of the cluster, as `tcp://HOST:8400`. They tell which instances there are "
-        "(`policy: auto` or `ttft`).", max_length=8)] = []
+        "Ports of all controllers of the cluster, as `tcp://HOST:8400`. The gateway gets the list of instances from "
+        "them (`policy: auto` or `ttft`).", max_length=8)] = []
     curve_file: Annotated[str, says(
         "File with this gateway's CURVE keys, as `kvstrata cluster add --gateway NAME` makes it. Empty: the key that "
         "this user's processes on this host share.")] = ""
-    insecure: Annotated[bool, says("The controllers were started with `--insecure`, and have no keys.")] = False
+    insecure: Annotated[bool, says("The controllers were started with `--insecure` and have no keys.")] = False
     name: Annotated[str, says(
-        "Name by which controllers know this gateway; empty: HOSTNAME-PORT.",
+        "Name of this gateway at the controllers; empty: HOSTNAME-PORT.",
         pattern=r"^[A-Za-z0-9._-]{0,64}$", demand=NAME)] = ""
-    tenant: Annotated[str, says("The connectors' setting `tenant`: whose chunks are looked up.", max_length=256)] = ""
+    tenant: Annotated[str, says(
+        "Tenant whose chunks are looked up; the connectors' setting `tenant`.", max_length=256)] = ""
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -243,15 +243,15 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     api_key_file: Annotated[str, says(
         "File with the engines' `--api-key`, readable by its owner only; empty: they have none.")] = ""
     account_dir: Annotated[str, says(
-        "Folder of the pod's service account: `token`, `ca.crt`, `namespace`. The account must be allowed to list "
-        "`endpointslices`.", min_length=1)] = "/var/run/secrets/kubernetes.io/serviceaccount"
+        "Folder of the pod's service account: `token`, `ca.crt`, `namespace`. The account must have the right to "
+        "list `endpointslices`.", min_length=1)] = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 
 class EnginesFrom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where engines come from beside `engines`."""
 
     kubernetes: Annotated[KubernetesSettings | None, says(
-        "A service of Kubernetes; without it none is asked for.")] = None
+        "A Kubernetes service; empty: Kubernetes is not asked.")] = None
 
 
 Contract = Literal["", "kvstrata", "nixl", "mooncake"]
@@ -265,18 +265,19 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     engines: Annotated[list[EngineSettings], says("Engines that requests are sent to.", max_length=4_096)] = []
     engines_from: EnginesFrom = EnginesFrom()
     policy: Annotated[PolicyName, says(
-        "How an engine is chosen: `auto` takes the one where the request costs all requests the least time until their "
-        "last tokens, by queues, measured rates and what each engine has cached; `ttft` the one whose first token is "
-        "expected soonest, by the same; `least_loaded` one with the fewest requests under way, `round_robin` one after "
-        "the other, `session` the same one for all requests of a session while it serves.")] = "auto"
+        "How an engine is chosen. `auto`: where the request costs all requests the least time until their last "
+        "tokens, by queues, measured rates and each engine's cached prefixes; `ttft`: where the first token is "
+        "expected soonest, by the same figures; `least_loaded`: an engine with the fewest requests under way; "
+        "`round_robin`: each engine in turn; `session`: the same engine for all requests of a session while it "
+        "serves.")] = "auto"
     split: Annotated[Contract, says(
-        "How one engine may compute a prompt that another one answers, where that costs all requests less time: "
-        "`kvstrata` between engines of one `lmcache-server`, or, with `controllers`, of two that read from each other; "
-        "`nixl` and `mooncake` by vLLM's NixlConnector and MooncakeConnector; empty: it may not. Needs the policy "
-        "`auto` or `ttft`.")] = ""
+        "How one engine may compute a prompt that another one answers, if that costs all requests less time: "
+        "`kvstrata`: between engines of one `lmcache-server` or, with `controllers`, of two that read from each "
+        "other; `nixl` and `mooncake`: through vLLM's NixlConnector and MooncakeConnector; empty: never. Needs the "
+        "policy `auto` or `ttft`.")] = ""
     slo: Annotated[list[SloSettings], says("Classes of service.", max_length=16)] = []
     tenants: Annotated[list[GatewayTenantSettings], says(
-        "Tenants; empty: clients need no key, and their `Authorization` goes to the engine.", max_length=1_024)] = []
+        "Tenants; empty: clients need no key, and the engine gets their `Authorization`.", max_length=1_024)] = []
     queue: QueueSettings = QueueSettings()
     tokens: TokenSettings = TokenSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
@@ -285,14 +286,14 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     sharing: SharingSettings = SharingSettings()
     controllers: GatewayControllersSettings = GatewayControllersSettings()
     envoy: Annotated[str, says(
-        "Program of Envoy, version 1.38 or newer, which carries the requests; empty: that of the extra `gateway`, or "
-        "`envoy` on PATH.")] = ""
+        "Path of the Envoy program, version 1.38 or newer, that forwards the requests; empty: that of the extra "
+        "`gateway`, or `envoy` on PATH.")] = ""
     max_in_flight: Annotated[int, says(
-        "Requests under way at a time; more get 503 with Retry-After.", ge=1, le=1_000_000)] = 16_384
+        "Maximum number of requests under way; further ones get 503 with Retry-After.", ge=1, le=1_000_000)] = 16_384
     drain_s: Annotated[float, says(
-        "Time for requests under way when the gateway is stopped, in seconds.", limit=True, ge=0, le=3_600)] = 30.0
+        "Time that requests under way get when the gateway stops, in seconds.", limit=True, ge=0, le=3_600)] = 30.0
     insecure: Annotated[bool, says(
-        "Serve clients without keys, and any Envoy, on addresses that other machines reach.")] = False
+        "Serve clients without keys, and any Envoy, on addresses that other machines can reach.")] = False
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
 

@@ -37,12 +37,12 @@ OWN_ENV_PREFIX: dict[type[msgspec.Struct], str] = {
 """Prefixes of the variables of processes that may share an environment with a server, whose ports differ."""
 OTHER_ENV = {
     "KVSTRATA_CONFIG_FILE": "path of the YAML file",
-    "KVSTRATA_TAKEOVER": "`1` makes LMCache's names of connectors mean ours even if lmcache is installed",
-    "KVSTRATA_CACHE": "folder for compiled objects, and for what tests and the demo download",
+    "KVSTRATA_TAKEOVER": "`1` makes LMCache's connector names select ours even if lmcache is installed",
+    "KVSTRATA_CACHE": "folder for compiled objects and for downloads of tests and the demo",
     "KVSTRATA_CUDA": "`require` makes the build fail if the CUDA compiler is missing",
     "KVSTRATA_WERROR": "`1` makes the build fail on warnings of the C++ compiler",
-    "KVSTRATA_SIMD": "for measurements: `avx2` keeps our kernels from AVX-512, `sse` from AVX too, `none` from all",
-    "KVSTRATA_TESTING": "`1` allows variables that only tests need",
+    "KVSTRATA_SIMD": "for measurements: kernels use no AVX-512 (`avx2`), no AVX (`sse`), or no extensions (`none`)",
+    "KVSTRATA_TESTING": "`1` enables variables that only tests need",
     "KVSTRATA_FAILPOINTS": "named points at which a test kills or stops the process",
     "KVSTRATA_PATIENCE": "factor of every limit after which a party counts as silent",
     "KVSTRATA_TEST_EVENTS": "datagram socket that is told of each log line",

@@ -61,7 +61,7 @@ class Cluster(Numbers):
     """All that this controller knows of the cluster."""
 
     hits_total = counter(
-        "Chunks that lookups at instances asked for, by the source that had them; or miss.",
+        "Chunks that lookups at instances asked for, by the source that had them, or `miss`.",
         "source",
         name="hit_chunks",
     )

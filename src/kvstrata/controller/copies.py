@@ -149,11 +149,12 @@ class Copies(Numbers):
     """See the module. Belongs to the event loop."""
 
     outcomes = counter(
-        "Copies made ahead: used; late (asked for before they had arrived); never used in ten minutes; failed.",
+        "Copies made ahead of requests: used; late (requested before they arrived); never used in ten minutes; "
+        "failed.",
         "outcome",
         name="copies",
     )
-    copied_bytes = counter("Bytes of copies made ahead.")
+    copied_bytes = counter("Bytes of copies made ahead of requests.")
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

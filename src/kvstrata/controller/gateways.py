@@ -37,7 +37,7 @@ class Gateways(Numbers):
     """See the module. Belongs to the event loop."""
 
     known = gauge(
-        "Gateways that were heard in the last ten minutes.", lambda self: len(list(self)), name="gateways"
+        "Gateways heard from in the last ten minutes.", lambda self: len(list(self)), name="gateways"
     )
 
     def __init__(self, clock: Clock, members: Members, keys: InstanceKeys) -> None:

@@ -43,7 +43,7 @@ class ClusterNumbers(Numbers):
         "state",
     )
     instance_up = gauge(
-        "1 while an instance lives, else 0.",
+        "1 while an instance is live, else 0.",
         lambda self: {one.id: one.state is MemberState.LIVE for one in self._cluster.members},
         "instance",
     )
@@ -71,7 +71,7 @@ class ClusterNumbers(Numbers):
         lambda self: self._election.no_leader_s if self._election else 0.0,
     )
     election_failures = counter(
-        "Steps of the election that failed: etcd did not answer, or refused.",
+        "Failed steps of the election: etcd did not answer or refused.",
         read=lambda self: self._election.failures if self._election else 0,
     )
     directory_bytes = gauge(

@@ -22,8 +22,8 @@ CANDIDATES = 2 * MAX_OWNERS
 class Ranking(Numbers):
     """Answers `Where`."""
 
-    seconds = histogram("Time from an instance's question to its answer.", name="lookup_seconds")
-    hits = counter("Such questions that found an owner.", name="lookup_hits")
+    seconds = histogram("Time to answer an instance's lookup.", name="lookup_seconds")
+    hits = counter("Lookups of instances that found an owner.", name="lookup_hits")
 
     def __init__(self, clock: Clock, members: Members, lookups: Lookups) -> None:
         self._clock = clock

@@ -98,17 +98,18 @@ class Admission(Numbers):
     """
 
     queued = gauge(
-        "Requests that wait in the gateway until an engine has room for them.",
+        "Requests waiting in the gateway until an engine can take them.",
         lambda self: {name: one.count for name, one in self.flows.items()},
         "tenant",
     )
     size_bytes = gauge(
-        "Bytes of their bodies.",
+        "Bytes of the bodies of queued requests.",
         lambda self: sum(flow.size_bytes for flow in self.flows.values()),
         name="queued_bytes",
     )
     waited = histogram(
-        "Time from arrival until an engine had room, or the request was refused or left, of requests that waited.",
+        "Time that queued requests waited, from arrival until an engine could take them, they were refused, or their "
+        "client left.",
         "tenant",
         name="queue_seconds",
         bounds=LONG_BUCKETS,

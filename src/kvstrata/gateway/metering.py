@@ -42,13 +42,13 @@ class Series(Numbers):
     """Counters of the requests with the same labels."""
 
     outcomes = counter(
-        "Requests that have ended, by outcome: `ok`, `client_error` (an engine's 4xx), `engine_error` (an engine's "
-        "5xx, or an error inside a 200), `broke_off`, `cancelled` by the client, or the code of the gateway's refusal.",
+        "Ended requests by outcome: `ok`, `client_error` (an engine's 4xx), `engine_error` (an engine's 5xx, or an "
+        "error inside a 200), `broke_off`, `cancelled` by the client, or the code of the gateway's refusal.",
         "outcome",
         name="requests",
     )
     tokens = counter(
-        "Tokens that answers tell in their `usage`: `prompt`, `cached` (of those), `completion`.", "kind"
+        "Tokens in the `usage` of answers: `prompt`, `cached` (a part of `prompt`), `completion`.", "kind"
     )
 
 
@@ -72,20 +72,20 @@ class Meters(Numbers):
     by_labels = parts_by("tenant model engine", Series, lambda self: self.series)
     by_model = parts_by("model", Times, lambda self: self.times)
     received = counter(
-        "Requests received, by class of service; those that were refused included.",
+        "Requests received, including refused ones, by class of service.",
         "tenant",
         "slo",
         name="slo_requests",
     )
     met = counter(
-        "Requests that were answered within the times of their class of service.",
+        "Requests answered within the limits of their class of service.",
         "tenant",
         "slo",
         name="slo_met",
     )
-    retries = counter("Times that a request was sent to a further engine, by what came of it.", "outcome")
+    retries = counter("Retries of requests at another engine, by outcome.", "outcome")
     mistaken = counter(
-        "Requests of whose prompt an engine reports less than half as cached of what the gateway expected.",
+        "Requests for which an engine reports less than half of the cached prompt that the gateway expected.",
         "engine",
         name="mistaken_prefixes",
     )

@@ -23,7 +23,7 @@ class Glance(Numbers):
 
     in_flight = gauge("Requests under way.", lambda self: self._parts.requests.in_flight)
     other_gateways = gauge(
-        "Other gateways that are heard.",
+        "Other gateways heard from.",
         lambda self: len(self._parts.sharing.others) if self._parts.sharing is not None else 0,
     )
 
@@ -35,7 +35,7 @@ class PartNumbers(Numbers):
     """What the parts of a gateway know, by label."""
 
     tokens_verified = gauge(
-        "1 if an engine and our tokenizer make the same ids of prompts with this feature, else 0.",
+        "1 if an engine and our tokenizer produce the same ids for prompts with this feature, else 0.",
         lambda self: {
             (model, engine, word): good for model, engine, word, good in self._parts.tokens.features()
         },
@@ -44,28 +44,29 @@ class PartNumbers(Numbers):
         "feature",
     )
     tokens_degraded = gauge(
-        "1 if a model's ids were wrong too often, so that they are not used, else 0.",
+        "1 if a model's ids were wrong too often and are no longer used, else 0.",
         lambda self: {model: model in self._parts.tokens.degraded for model in self._parts.tokens.tokenizers},
         "model",
     )
     known_blocks = gauge(
-        "Blocks of an engine's own cache that its KV events tell of.",
+        "Blocks of an engine's own cache known from its KV events.",
         lambda self: self._heard("blocks"),
         "engine",
     )
     kv_event_failures = counter(
-        "Times that hearing an engine's KV events has failed by a defect, after which it began anew.",
+        "Restarts of the reader of an engine's KV events after a defect.",
         "engine",
         read=lambda self: self._heard("failures"),
     )
     kv_event_gaps = counter(
-        "Times that KV events of an engine were lost for good, or made no sense.",
+        "Times that an engine's KV events were lost for good or were invalid.",
         "engine",
         read=lambda self: self._heard("gaps"),
     )
     shared = counter(
-        "Frames `sent` to other gateways, `unsent` since one did not take them, `heard` and `refused`; events `untold` "
-        "since too many waited, and `ignored` since their engine is not known here or a bound was reached.",
+        "Frames `sent` to other gateways, `unsent` because one did not take them, `heard` and `refused`; events "
+        "`untold` because too many waited, and `ignored` because their engine is unknown here or a limit was "
+        "reached.",
         "what",
         read=lambda self: self._parts.sharing.counts() if self._parts.sharing is not None else {},
     )
@@ -85,7 +86,7 @@ class PartNumbers(Numbers):
         "tenant",
     )
     tenant_used_tokens = gauge(
-        "Tokens that a tenant has used of its `tokens_burst`.",
+        "Tokens of its `tokens_burst` that a tenant has used.",
         lambda self: {name: one.used_tokens for name, one in self._parts.door.uses().items()},
         "tenant",
     )

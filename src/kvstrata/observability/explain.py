@@ -81,8 +81,8 @@ class TenantNumbers(Numbers):
     """What lookups of one tenant asked for, and where it was found."""
 
     asked = counter(
-        "Chunks that lookups of a tenant asked for. Only tenants that the settings or the tenants file named at the "
-        "start are counted.",
+        "Chunks that a tenant's lookups asked for. Only for tenants named in the settings or the tenants file at the "
+        "start.",
         name="tenant_lookup_chunks",
     )
     found = counter(
@@ -107,10 +107,10 @@ class ServerNumbers(Numbers, prefix=""):
     reserve_outcomes = counter("Chunks that reserves asked for, by outcome.", "outcome")
     put_skipped = counter("Chunks not put to L2, by reason.", "reason")
     peeked_misses = counter(
-        "Lookups that engines answered themselves as misses, from the shared index. All numbers of lookups, chunks and "
-        "misses contain them; `kvstrata_lookup_seconds` does not."
+        "Lookups that engines answered themselves as misses, from the shared index. All counts of lookups, chunks "
+        "and misses include them; `kvstrata_lookup_seconds` does not."
     )
-    hinted_chunks = counter("Chunks in L1 of which somebody said when they will be used again.")
+    hinted_chunks = counter("Chunks in L1 that received a hint of their next use.")
     lookup_chunks = counter("Chunks that lookups asked for.")
     l1_hit_chunks = counter("Chunks served from L1.")
     l2_hit_chunks = counter("Chunks served after a load from L2.")
@@ -126,12 +126,12 @@ class ServerNumbers(Numbers, prefix=""):
     retrieved_bytes = counter("Bytes sent by retrieve.")
     lookup = histogram("Time from a lookup's arrival to its reply.", name="lookup_seconds")
     store = histogram(
-        "Time from a reservation to the commit that ended it: the engine's copy of its chunks.",
+        "Time from a reservation to the commit that ended it: the time of the engine's copy.",
         name="store_seconds",
     )
     prefetch = histogram("Time that a lookup took to load chunks from L2.", name="l2_prefetch_seconds")
     compute_ratio = histogram(
-        "Expected by measured time of computing what was left to the engine.", bounds=RATIO_BUCKETS
+        "Ratio of expected to measured time of computing the chunks left to the engine.", bounds=RATIO_BUCKETS
     )
 
     def __init__(self) -> None:

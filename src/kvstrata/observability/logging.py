@@ -191,7 +191,7 @@ class LogNumbers(Numbers):
     """The numbers of this process's log."""
 
     dropped_lines = counter(
-        "Log lines dropped, because the reader of the log had stopped reading or was gone.",
+        "Log lines dropped because the log's reader had stopped reading or was gone.",
         read=lambda _: 0 if _writer is None else _writer.dropped_lines,
     )
 

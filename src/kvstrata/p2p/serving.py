@@ -106,15 +106,15 @@ class RecordServer(Numbers):
     """Sends records of one pool over its sockets."""
 
     connections = gauge("Open connections of readers.", lambda self: len(self._connections))
-    sending_bytes = gauge("Bytes of L1 that are being sent, or are granted to readers.")
+    sending_bytes = gauge("Bytes of L1 that are being sent or are granted to readers.")
     limit_bytes = gauge("Maximum number of bytes of L1 that may be sent at a time.")
-    draining = gauge("1 while peers are sent nothing, else 0.")
+    draining = gauge("1 while the instance sends nothing to peers, else 0.")
     sent_bytes = counter("Bytes of records sent to readers, or granted and read.")
     sent_records = counter("Records sent to readers, or granted and read.")
-    absent = counter("Records that readers asked for and that are not here.", name="absent_records")
+    absent = counter("Records that readers requested but this instance does not have.", name="absent_records")
     busy = counter("Records not sent because of the limit, or while draining.", name="busy_records")
     refused = counter(
-        "Connections closed because they broke the protocol or stood still.", name="refused_connections"
+        "Connections closed because they violated the protocol or stalled.", name="refused_connections"
     )
 
     def __init__(self, pool: Pool, *, socket_path: Path | None, host: str, port: int) -> None:

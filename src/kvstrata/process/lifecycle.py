@@ -148,7 +148,7 @@ class ProcessNumbers(Numbers):
     """How often this process was started again."""
 
     restarts = counter(
-        "Times that the supervising process has restarted this one because it died.",
+        "Restarts of this process by its keeper after it died.",
         read=lambda self: self._restarts.times,
     )
 

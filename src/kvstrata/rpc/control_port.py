@@ -43,9 +43,9 @@ KvstrataError, as may the future and the coroutine."""
 class ControlPort(Numbers):
     """One port. Belongs to the event loop."""
 
-    refused = counter("Requests that were refused, invalid frames included.", "code", name="refused_requests")
+    refused = counter("Refused requests, including invalid frames.", "code", name="refused_requests")
     later = gauge(
-        "Requests that are answered later: polls that wait, lists, operations.",
+        "Requests with a pending answer: waiting polls, lists, operations.",
         lambda self: len(self._later),
         name="open_requests",
     )

@@ -153,7 +153,7 @@ class Kept:
 class Claims(Numbers):
     """The claims of one instance."""
 
-    kept = gauge("Claims that are kept now.", lambda self: len(self._kept))
+    kept = gauge("Claims in force.", lambda self: len(self._kept))
     kept_bytes = gauge("Bytes of L1 that claims keep, each record once.", lambda self: self._lent.n_bytes)
     limit_bytes = gauge(
         "Maximum number of bytes of L1 that all claims together may keep.",

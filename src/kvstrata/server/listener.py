@@ -144,10 +144,10 @@ class Traffic(Numbers):
     """The connections and messages of all processes."""
 
     received = counter("Messages received.", name="received_frames")
-    unread_reply_bytes = gauge("Bytes of replies that the clients' sockets have no room for.")
+    unread_reply_bytes = gauge("Bytes of replies that do not fit the clients' sockets.")
     connections = gauge("Open connections.", lambda self: len(self._connections))
     cut_connections = counter(
-        "Connections closed: one too many, with too many unread bytes, invalid ZMTP, or no requests."
+        "Connections closed: over the limit, with too many unread bytes, invalid ZMTP, or no requests."
     )
 
     def __init__(self, connections: set[Line]) -> None:

@@ -78,18 +78,18 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
     type: Annotated[str, says("Type of the adapter.", min_length=1)]
     policy: Annotated[StorePolicy, says(
         "Which chunks of L1 are put into this adapter. `through`: all; "
-        "`second_touch`: those that are used a second time.")] = StorePolicy.THROUGH
+        "`second_touch`: chunks used a second time.")] = StorePolicy.THROUGH
     deadline_ms: Annotated[Annotated[int, Meta(ge=1, le=600_000)] | None, says(
-        "Milliseconds that one operation may take, and as many more for every 64 MB of its payload; not set: 5000."
+        "Milliseconds that one operation may take, plus the same for every 64 MB of its payload; not set: 5000."
         )] = None
     max_stuck_mb: Annotated[Annotated[float, Meta(ge=1, le=1 << 20)] | None, says(
-        "MB that operations past their deadline may keep pinned; once they reach this, nothing more is put or loaded; "
-        "not set: a sixteenth of L1.")] = None
+        "MB that operations past their deadline may keep pinned; at this limit no further put or load starts; not "
+        "set: a sixteenth of L1.")] = None
     isolation: Annotated[Literal["in_process", "process"] | None, says(
         "`process` runs the adapter in a child process; not set: the type's own default.")] = None
     host_kill_ms: Annotated[Annotated[int, Meta(ge=10, le=3_600_000)] | None, says(
-        "Milliseconds after which a child process that has work and sends nothing is killed; more if many bytes are "
-        "under way; not set: three deadlines.")] = None
+        "Milliseconds after which a child process that has work and sends nothing is killed; longer if many bytes "
+        "are under way; not set: three deadlines.")] = None
     eviction: Annotated[Any, says("Accepted, but has no effect.")] = None
     serde: Annotated[Any, says("Refused; `codec` replaced it.")] = None
     codec: Annotated[Any, says(

@@ -88,14 +88,16 @@ class Gate(Numbers):
 
     loading_bytes = gauge("Bytes being loaded from this adapter.")
     waiting = gauge(
-        "Fetches that wait for their turn on this adapter.",
+        "Fetches queued for this adapter.",
         lambda gate: len(gate._waiters),
         name="waiting_fetches",
     )
     left_bytes = counter(
-        "Bytes of records that lookups left to the engine to compute, because that was expected to be faster."
+        "Bytes of records not loaded because the engine was expected to compute them faster."
     )
-    load_ratio = histogram("Expected by measured time of loads from this adapter.", bounds=RATIO_BUCKETS)
+    load_ratio = histogram(
+        "Ratio of expected to measured time of loads from this adapter.", bounds=RATIO_BUCKETS
+    )
 
     def __init__(self, slots: int, limit_bytes: int) -> None:
         self._slots = slots
@@ -175,14 +177,14 @@ class PrefetchController(Numbers):
     keys_loading = gauge("Records being loaded.", lambda self: len(self._loads))
     loaded_bytes = counter("Record bytes loaded.")
     counts = counter(
-        "Fetches, joined (waited for the load of another fetch), loaded, probes (loads that measure an adapter whose "
-        "chunks are left), and failures as `reserve:` or `load:` and the reason.",
+        "Fetches by outcome: joined (waited for another fetch's load), loaded, probes (loads that measure a skipped "
+        "adapter), and failures as `reserve:` or `load:` and the reason.",
         "outcome",
         name="outcomes",
     )
     phases = histogram(
-        "Time that the loads of one lookup took in each phase. Adapters in Python or in a host do not tell `wait` in "
-        "their lanes and `verify` from `medium`.",
+        "Time that the loads of one lookup took in each phase. Adapters in Python or in a host report `wait` in "
+        "their lanes and `verify` as `medium`.",
         "phase",
         name="phase_seconds",
     )

@@ -26,12 +26,12 @@ class TierNumbers(Numbers):
     operations = parts_by("operation", Operation, lambda tier: tier.by_operation, key="")
     takes_loads = gauge("1 if lookups ask this adapter, else 0.", lambda tier: tier.state == "active")
     medium_well = gauge(
-        "1 while the tier's storage was reached and its directory, if any, can be written to, else 0.",
+        "1 while the tier's storage is reachable and its directory, if any, is writable, else 0.",
         lambda tier: None if tier.medium_state is None else tier.medium_state == "well",
     )
-    stuck_bytes = gauge("Bytes of operations that are past their deadline and have not ended.")
+    stuck_bytes = gauge("Bytes of operations past their deadline that have not ended.")
     breaker_open = gauge(
-        "1 while an adapter's breaker is open (it is not asked) or probing (one request is let through); else 0.",
+        "1 while an adapter's breaker is open (no requests) or probing (one request), else 0.",
         lambda tier: {word: state != "closed" for word, state in tier.breaker_states().items()},
         "operation",
         key="",
@@ -52,8 +52,7 @@ class TierNumbers(Numbers):
         key="",
     )
     codec_records = counter(
-        "Records by what the adapter's codecs did with them, or why they could not: encoded, decoded, incompressible "
-        "and so on.",
+        "Records by the outcome of the adapter's codecs: encoded, decoded, incompressible and so on.",
         "outcome",
         read=lambda tier: {word: n for word, n in tier.codec_stats().items() if word not in _CODEC},
         key="",
@@ -64,7 +63,7 @@ class TierNumbers(Numbers):
         key="",
     )
     read_only = gauge(
-        "1 after a write or sync of a disk adapter failed: it takes no puts until the server is started again; else 0.",
+        "1 after a failed write or sync of a disk adapter, which takes no puts until the server restarts; else 0.",
         lambda tier: tier.medium_numbers().get("read_only"),
         key="",
     )
@@ -74,7 +73,7 @@ class TierNumbers(Numbers):
         key="",
     )
     peer_owners_skipped = gauge(
-        "Those of them that are not asked now because they failed.",
+        "Remembered owners that are skipped now because they failed.",
         lambda tier: tier.medium_numbers().get("owners_skipped"),
         key="",
     )
@@ -98,7 +97,7 @@ class TierNumbers(Numbers):
         key="",
     )
     host_restarts = counter(
-        "Adapter hosts that were started in place of one that had ended.",
+        "Adapter hosts started to replace an ended one.",
         read=lambda tier: _of_host(tier, "restarts"),
         key="",
     )

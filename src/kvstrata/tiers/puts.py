@@ -191,7 +191,7 @@ class TierPuts(Numbers):
 
     queued = gauge("Puts waiting for this adapter.", lambda self: len(self._queue), name="queued_puts")
     retrying = gauge(
-        "Puts that this adapter throttled and that will be tried again.",
+        "Puts that this adapter throttled and that will be retried.",
         lambda self: sum(map(len, self._retrying.values())),
         name="retrying_puts",
     )
@@ -200,7 +200,7 @@ class TierPuts(Numbers):
     )
     stored_bytes = counter("Record bytes stored.")
     outcomes = counter(
-        "Puts by outcome: stored, exists, throttled, taken_up (begun late), or `skipped:` and the reason.",
+        "Puts by outcome: stored, exists, throttled, taken_up (started late), or `skipped:` and the reason.",
         "outcome",
     )
 

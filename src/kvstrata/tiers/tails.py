@@ -39,7 +39,7 @@ class TailPuts(Numbers):
         "Tails dropped because a chunk or a longer tail holds their tokens.", name="replaced", key="replaced"
     )
     replaced_in_l2 = counter("Of these, tails that were deleted from L2.")
-    put = counter("Tails offered to L2 because nothing had replaced them for a while.")
+    put = counter("Tails offered to L2 because they had not been replaced for `l2.tails_after_s`.")
     waiting = gauge("Tails that wait to be offered to L2.", lambda self: len(self._waiting))
     lingering = gauge("Replaced tails that are still in use.", lambda self: len(self._lingering))
 

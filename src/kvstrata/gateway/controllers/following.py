@@ -88,18 +88,20 @@ class Following(Numbers):
     """See the module. Belongs to the event loop."""
 
     followed = gauge(
-        "Instances that this gateway follows.", lambda self: len(self._of), name="followed_instances"
+        "Instances whose contents this gateway follows.",
+        lambda self: len(self._of),
+        name="followed_instances",
     )
     in_step = gauge(
-        "Of these, the instances of which the gateway knows exactly what they hold.",
+        "Followed instances whose contents the gateway knows exactly.",
         lambda self: sum(one.follower.confirmed for one in self._of.values()),
         name="followed_in_step",
     )
     placements = gauge(
-        "Chunks of these instances that the gateway knows.",
+        "Chunks of followed instances that the gateway knows.",
         lambda self: self._followers.directory.usage().placements,
     )
-    hints = counter("Ends of answers that instances were told of.", name="told_hints")
+    hints = counter("Ends of answers reported to instances as hints.", name="told_hints")
 
     def __init__(self, supervisor: Supervisor, now_s: Callable[[], float], news: Callable[[], None]) -> None:
         """`news()` is called when the followed instances are others, or their conditions tell something else."""

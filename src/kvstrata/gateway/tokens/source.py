@@ -60,15 +60,15 @@ class Tokens(Numbers):
     """See the module. Belongs to the event loop."""
 
     counts = counter(
-        "Prompts of text by how their token ids are known: by our own `tokenizer`, by an engine's `render`, or not: "
-        "`late`, `unverified` (an engine's ids differ), `unsupported` (it has something that only the engine knows), "
-        "`degraded`, `busy`, `unknown_model` (it has no tokenizer here).",
+        "Text prompts by the source of their token ids: our own `tokenizer`, an engine's `render`, or none: `late`, "
+        "`unverified` (an engine's ids differ), `unsupported` (a part that only the engine can tokenize), "
+        "`degraded`, `busy`, `unknown_model` (no tokenizer for the model).",
         "model",
         "how",
         name="prompts",
     )
     mistakes = counter(
-        "Prompts of which an engine reports another number of tokens than the gateway computed.",
+        "Prompts for which an engine reports a different number of tokens than the gateway computed.",
         "model",
         "engine",
         name="mistaken_tokens",

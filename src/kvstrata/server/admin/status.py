@@ -101,21 +101,21 @@ class ForecastNumbers(Numbers):
     """The part of the section `pool` on L1s of other sizes and other shares of tenants (`Pool.forecasts`)."""
 
     forecast_hits = gauge(
-        "Share of the chunks of recent requests that an L1 of another size would have had, by its size in units of "
-        "the current one.",
+        "Share of the chunks of recent requests that an L1 of another size would have had, by size in units of the "
+        "current size.",
         lambda self: _by_size(self._pool.forecasts()[0], 1),
         "size",
     )
     forecast_seconds = gauge(
-        "Share of the prefill seconds of recent requests that an L1 of another size would have saved, by its size in "
-        "units of the current one.",
+        "Share of the prefill seconds of recent requests that an L1 of another size would have saved, by size in "
+        "units of the current size.",
         lambda self: _by_size(self._pool.forecasts()[0], 2),
         "size",
     )
     tenant_forecast = gauge(
-        "Like forecast_hits (`of` is `hits`) and forecast_seconds (`seconds`), for a tenant's requests and another "
-        "share of L1, by its size in units of the current one. Only tenants that the settings or the tenants file "
-        "named at the start.",
+        "Like forecast_hits (`of` is `hits`) and forecast_seconds (`seconds`), for one tenant's requests and another "
+        "size of its share of L1, in units of the current size. Only for tenants named in the settings or the "
+        "tenants file at the start.",
         lambda self: {
             (row["tenant"], size, of): share
             for row in self._tenants.in_l1()
@@ -156,7 +156,7 @@ class SessionNumbers(Numbers):
     groups = gauge("Engines with at least one attached process.", lambda self: len(self._processes.groups))
     leases = gauge("Leases held by sessions.", lambda self: self._grants.n_leases)
     leases_revoked = gauge(
-        "Revoked leases that have been neither released nor handed to workers yet.",
+        "Revoked leases that have been neither released nor passed to workers yet.",
         lambda self: self._grants.n_revoked,
     )
     extents_being_written = gauge(

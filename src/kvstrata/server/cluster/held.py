@@ -71,10 +71,10 @@ class _Poll:
 class HeldChunks(Numbers):
     """Answers followers, as the module describes. Belongs to the event loop."""
 
-    polls = counter("Polls of followers that were answered.")
+    polls = counter("Answered polls of followers.")
     told_changes = counter("Changes of chunks since the cursors of these polls.")
-    too_old = counter("Polls of followers that had fallen too far behind, and list everything anew.")
-    pages = counter("Pages of lists that were sent to followers.", name="listed_pages")
+    too_old = counter("Polls of followers that had fallen too far behind and must list everything again.")
+    pages = counter("Pages of lists sent to followers.", name="listed_pages")
 
     def __init__(self, pool: Pool, tiers: TierSet, supervisor: Supervisor) -> None:
         """Raises PoolError if the pool gets no memory for changes."""

@@ -216,25 +216,25 @@ class Recuts(Numbers, prefix=""):
     """Recuts records for lookups, as the module describes. Belongs to the event loop."""
 
     geometries = gauge(
-        "Geometries of engines (parallel sizes, block size, order of axes) that are known.",
+        "Known geometries of engines (parallel sizes, block size, order of axes).",
         lambda self: self._geometries.count(),
         name="recut_geometries",
     )
     possible = gauge(
-        "Pairs of geometries of which one can be made of the other's records.",
+        "Pairs of geometries where records of one can be recut into the other.",
         lambda self: self._geometries.count_plans(Plan),
         name="recut_plans",
         key="plans",
     )
     impossible = gauge(
-        "Pairs of geometries of which none can be made.",
+        "Pairs of geometries that cannot be recut.",
         lambda self: self._geometries.count_plans(CannotRecut),
         name="recut_impossible_plans",
     )
-    chunks = counter("Chunks made for lookups of records of another geometry.", name="recut_chunks")
+    chunks = counter("Chunks recut for lookups from records of another geometry.", name="recut_chunks")
     n_bytes = counter("Bytes of these chunks.", name="recut_bytes", key="bytes")
     ended = counter(
-        "Lookups for which fewer chunks were made than were missing, by what was in the way.",
+        "Lookups for which not all missing chunks were recut, by reason.",
         "reason",
         name="recuts_ended",
     )

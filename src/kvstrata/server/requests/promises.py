@@ -135,12 +135,12 @@ class Promised(NamedTuple):
 class Promises(Numbers):
     """The promises of one instance. Belongs to the event loop."""
 
-    live = gauge("Promises of chunks that engines compute now.", lambda self: self._live)
+    live = gauge("Promises of chunks that engines are computing.", lambda self: self._live)
     waits_now = gauge("Lookups that wait for promised chunks.", lambda self: sum(self._waits.values()))
-    given = counter("Promises that engines have given.")
-    waits = counter("Lookups that have waited for promised chunks, by what ended it.", "end")
+    given = counter("Promises made by engines.")
+    waits = counter("Lookups that waited for promised chunks, by how the wait ended.", "end")
     peers_wait_now = gauge("Waits of peers for chunks that engines of this instance have promised.")
-    peer_waits = counter("Waits of peers that were answered, by what ended them.", "end")
+    peer_waits = counter("Waits of peers that were answered, by how they ended.", "end")
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool

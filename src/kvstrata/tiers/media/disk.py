@@ -69,9 +69,9 @@ class DiskConfig(msgspec.Struct, frozen=True, kw_only=True):
     segment_mb: Annotated[Annotated[float, Meta(ge=LEAST_BLOCKS * BLOCK_BYTES / MB, le=8 << 10)] | None, says(
         "MB of a segment, at most a sixteenth of `capacity_gb`; not set: derived from `capacity_gb`.")] = None
     min_free_gb: Annotated[float, says("GB to leave free on the file system.", ge=0, le=1 << 30)] = 1
-    use_odirect: Annotated[bool, says("Write and read past the page cache.")] = True
+    use_odirect: Annotated[bool, says("Write and read without the page cache.")] = True
     reinsert_percent: Annotated[int, says(
-        "Percent of a retiring segment that is written again: its most recently used records.", ge=0, le=50)] = 20
+        "Percent of a retiring segment that is rewritten: its most recently used records.", ge=0, le=50)] = 20
     # fmt: on
     num_workers: NumWorkers = 4
     per_op_workers: PerOpWorkers = {}

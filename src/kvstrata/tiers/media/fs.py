@@ -82,8 +82,8 @@ class FsConfig(msgspec.Struct, frozen=True, kw_only=True):
     relative_tmp_dir: Annotated[str, says(
         "Directory below `base_path` for records that are being written.", min_length=1)] = "tmp"
     shared: Annotated[bool, says(
-        "Several servers use the directory: each caps its own records and reads those of all.")] = False
-    use_odirect: Annotated[bool, says("Write and read past the page cache, where the file system can.")] = True
+        "Several servers use the directory: each caps its own records and reads the records of all.")] = False
+    use_odirect: Annotated[bool, says("Write and read without the page cache, if the file system supports it.")] = True
     capacity_gb: Annotated[Annotated[float, Meta(ge=0, le=1 << 30)] | None, says(
         "GB that the records may take; the least recently used are evicted first; not set or 0: no cap.")] = None
     max_capacity_gb: Annotated[Annotated[float, Meta(ge=0, le=1 << 30)] | None, says(

@@ -48,9 +48,9 @@ class ObjectStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     multipart_mb: Annotated[float, says(
         "Records larger than this many MB are uploaded in parts.", ge=5, le=5 << 10)] = 64
     part_mb: Annotated[float, says("MB of each part.", ge=5, le=5 << 10)] = 8
-    max_retries: Annotated[int, says("How often obstore repeats a request that failed.", ge=0, le=20)] = 3
+    max_retries: Annotated[int, says("Maximum number of times that obstore retries a failed request.", ge=0, le=20)] = 3
     retry_timeout_ms: Annotated[int, says(
-        "Milliseconds after which obstore no longer repeats a request.", ge=0, le=300_000)] = 5_000
+        "Milliseconds after which obstore stops retrying a request.", ge=0, le=300_000)] = 5_000
     s3_endpoint: Annotated[Any, says("Refused; write `url` and `endpoint`.")] = None
     max_capacity_gb: Annotated[Any, says("Refused unless 0; object stores have no cap here.")] = None
     # fmt: on

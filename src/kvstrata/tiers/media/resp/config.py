@@ -41,9 +41,9 @@ class RespConfig(msgspec.Struct, frozen=True, kw_only=True):
     cluster_mode: Annotated[bool, says("The servers form a cluster.")] = False
     sentinels: Annotated[Any, says("Addresses of sentinels, as in `startup_nodes`.")] = None
     sentinel_master: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
-        "Name of the master whose address the sentinels are asked for.")] = None
+        "Name of the master that the sentinels watch.")] = None
     sentinel_password_file: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
-        "Private file with the sentinels' password; not set: it is that of the servers.", extra={"empty": True})] = None
+        "Private file with the sentinels' password; not set: the servers' password.", extra={"empty": True})] = None
     database_id: Annotated[Annotated[int, Meta(ge=0, le=1 << 20)] | None, says(
         "Number of the database; not set: 0.")] = None
     username: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
@@ -64,7 +64,7 @@ class RespConfig(msgspec.Struct, frozen=True, kw_only=True):
         "Prefix of every key; instances that share records must have the same one.", min_length=1)] = "kvstrata:"
     ttl_seconds: Annotated[float, says("Seconds that a record lives after its put; 0: no limit.", ge=0, le=1 << 31)] = 0
     max_capacity_gb: Annotated[float, says(
-        "Nothing is put while the servers use more GB of memory than this; 0: no cap.", ge=0, le=1 << 30)] = 0
+        "Puts stop while the servers use more GB of memory than this; 0: no cap.", ge=0, le=1 << 30)] = 0
     deadline_ms: Annotated[Annotated[int, Meta(ge=1, le=600_000)] | None, says("As for every type.")] = None
     request_timeout: Annotated[Annotated[float, Meta(ge=0.001, le=600)] | None, says(
         "Seconds to wait for an answer; not set: `deadline_ms`, or 5 s.")] = None
