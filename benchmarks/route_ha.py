@@ -35,7 +35,7 @@ from kvstrata.gateway.residency.knowledge import Index
 from kvstrata.gateway.routing.choose import POLICIES
 from kvstrata.gateway.sharing.others import Others
 from kvstrata.gateway.sharing.sockets import FLUSH_S
-from kvstrata.gateway.sharing.telling import FRAMES, Teller
+from kvstrata.gateway.sharing.telling import Teller, frame_of
 from kvstrata.testing.engine_sim.engine_model import EngineModel
 
 GATEWAYS = 4
@@ -120,7 +120,7 @@ class Gateways(Run):
             for frame in teller.take():
                 for gateway in self._gateways:
                     if gateway.teller is not teller:
-                        gateway.others.hear(FRAMES.decode(frame))
+                        gateway.others.hear(frame_of(frame))
 
     def left(self) -> int:
         """Requests of others that are still counted once all frames have arrived."""

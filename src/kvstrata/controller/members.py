@@ -32,10 +32,8 @@ from kvstrata.errors import (
     Superseded,
     UnknownInstance,
     WrongKey,
-    WrongVersion,
 )
 from kvstrata.rpc.cluster_wire import (
-    CLUSTER_PROTOCOL_VERSION,
     Condition,
     Goodbye,
     Register,
@@ -114,7 +112,7 @@ class Members:
     def check(self, told: Register, key: str, now_s: float) -> Member | None:
         """Whether an instance may register with this key; returns the member that it is already, else None.
 
-        Raises BadRequest, WrongVersion, NotPermitted, WrongKey, Superseded, InstanceIdTaken or Refused.  A member whose
+        Raises BadRequest, NotPermitted, WrongKey, Superseded, InstanceIdTaken or Refused.  A member whose
         key may not use its id any more is forgotten.
         """
         _check_register(told)
@@ -295,11 +293,6 @@ def _superseded(member: Member) -> KvstrataError:
 
 
 def _check_register(told: Register) -> None:
-    if told.protocol != CLUSTER_PROTOCOL_VERSION:
-        raise WrongVersion(
-            f"protocol: {told.protocol}, this controller speaks {CLUSTER_PROTOCOL_VERSION}; upgrade one side",
-            field="protocol",
-        )
     if told.tiers[0] != "l1" or len(set(told.tiers)) != len(told.tiers):
         raise BadRequest(f"tiers: {told.tiers}: must begin with 'l1' and name each tier once", field="tiers")
     if unknown := told.media.keys() - set(told.tiers[1:]):

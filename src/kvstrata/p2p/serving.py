@@ -48,7 +48,7 @@ from kvstrata.p2p.frames import (
 )
 from kvstrata.patience import patience
 from kvstrata.process.ports import resolve
-from kvstrata.rpc.cluster_wire import CLUSTER_PROTOCOL_VERSION, PeerHello, PeerWelcome
+from kvstrata.rpc.cluster_wire import PeerHello, PeerWelcome
 from kvstrata.rpc.zmq_curve import KeyKind
 from kvstrata.types import FORMAT_VERSION, SERVER_ROW
 
@@ -407,15 +407,12 @@ class PeerServer:
         self._timer = self._loop.call_later(MEMBERS_S, self._look_at_members)
 
     def _hello(self, request: PeerHello, address: Address) -> PeerWelcome:
-        for field, found, ours in (
-            ("protocol", request.protocol, CLUSTER_PROTOCOL_VERSION),
-            ("record_version", request.record_version, FORMAT_VERSION),
-        ):
-            if found != ours:
-                raise WrongVersion(
-                    f"{field}: the reader speaks {found}, {self._instance_id} speaks {ours}; upgrade the older side",
-                    field=field,
-                )
+        if request.record_version != FORMAT_VERSION:
+            raise WrongVersion(
+                f"record_version: the reader reads {request.record_version}, {self._instance_id} has {FORMAT_VERSION}; "
+                "upgrade the older side",
+                field="record_version",
+            )
         asked, own = (request.engine, request.seal), (self._engine, self._seal)
         if asked != own:
             field = "engine" if asked[0] != own[0] else "seal"

@@ -29,7 +29,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from kvstrata.errors import KvstrataError
+from kvstrata.errors import BadRequest, KvstrataError, WrongVersion
 from kvstrata.process.operations import MAX_CLAIM_S, MAX_KEYS
 from kvstrata.rpc.wire import ENGINE_URL, INSTANCE_OR_NONE, MAX_BYTES_S, MAX_LATENCY_US, Count, Seq
 from kvstrata.types import KEY_BYTES, LATEST, MAX_L2_ADAPTERS, LayoutIdentity
@@ -53,7 +53,7 @@ MAX_ADAPTER_CHARS = 1_024
 """Those with longer names are left out."""
 AdapterName = Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS)]
 EngineUrl = Annotated[str, Meta(max_length=256, pattern=ENGINE_URL)]
-CLUSTER_PROTOCOL_VERSION = 14
+CLUSTER_PROTOCOL_VERSION = 15
 MAX_CLUSTER_MESSAGE_BYTES = 4 << 20
 MAX_PEER_KEYS = 4_096
 """Keys in one command, or single keys in one Where."""
@@ -110,6 +110,12 @@ class ClusterRequest(msgspec.Struct, array_like=True, frozen=True):
     seq: Seq
 
 
+class Greeting(ClusterRequest, frozen=True):
+    """Base of the requests by which two processes meet. A port refuses another protocol, whatever fields follow it."""
+
+    protocol: int
+
+
 class ClusterReply(msgspec.Struct, array_like=True, frozen=True):
     """Base of all answers, with their common first fields."""
 
@@ -152,13 +158,12 @@ class Failure(ClusterReply, frozen=True, tag="failure"):
 # --- instance to controller ---------------------------------------------------------------------------------
 
 
-class Register(ClusterRequest, frozen=True, tag="register"):
+class Register(Greeting, frozen=True, tag="register"):
     """An instance joins the cluster. Sent again every `beat_ms` of the answer: the controller may have forgotten it.
 
     The first answer comes once the controller has reached the instance's control port.
     """
 
-    protocol: int
     instance: InstanceId
     incarnation: Incarnation
     version: Word
@@ -517,10 +522,9 @@ class Shared(msgspec.Struct, frozen=True):
 # --- instance to instance ---------------------------------------------------------------------------------
 
 
-class PeerHello(ClusterRequest, frozen=True, tag="peer_hello"):
+class PeerHello(Greeting, frozen=True, tag="peer_hello"):
     """Asks an owner for a ticket: the right to open one connection on which it sends records (p2p/frames.py)."""
 
-    protocol: int
     reader: InstanceId
     record_version: int
     """Version of the records that the reader can read (docs/internals/formats.md)."""
@@ -621,7 +625,7 @@ class ShapeCount(msgspec.Struct, array_like=True, frozen=True):
     answer_tokens: Count
 
 
-class GatewayBeat(ClusterRequest, frozen=True, tag="gateway_beat"):
+class GatewayBeat(Greeting, frozen=True, tag="gateway_beat"):
     """A gateway is there. Sent every `beat_ms` of the answer."""
 
     gateway: InstanceId
@@ -687,14 +691,30 @@ def failure(seq: int, epoch: int, error: KvstrataError) -> Failure:
     )
 
 
-def seq_of(frame: bytes) -> int:
-    """The seq of an invalid request, so that its sender gets an answer; 0 if the frame has none."""
+def refusal_of(frame: bytes, error: Exception) -> tuple[int, KvstrataError]:
+    """The seq of an invalid request, so that its sender gets an answer (0: it has none), and why it is refused."""
+    refused: KvstrataError = BadRequest(f"not a request that is answered here: {error}")
     try:
         parts = msgspec.msgpack.decode(frame)
     except BAD_FRAME:
-        return 0
-    seq = parts[1] if isinstance(parts, list) and len(parts) > 1 else 0
-    return seq if isinstance(seq, int) and 0 <= seq < 1 << 63 else 0
+        return 0, refused
+    name, seq, protocol = [*parts, None, None, None][:3] if isinstance(parts, list) else (None, None, None)
+    if name in [one.__struct_config__.tag for one in Greeting.__subclasses__()]:
+        refused = other_protocol(protocol) or refused
+    return seq if isinstance(seq, int) and 0 <= seq < 1 << 63 else 0, refused
+
+
+def other_protocol(found: object) -> WrongVersion | None:
+    """Why a greeting with this protocol is refused; None: it is ours."""
+    if found == CLUSTER_PROTOCOL_VERSION:
+        return None
+    spoken = f"version {found}" if isinstance(found, int) else "a version below 15"
+    older = "answering" if isinstance(found, int) and found > CLUSTER_PROTOCOL_VERSION else "asking"
+    return WrongVersion(
+        f"protocol: the asking process speaks {spoken}, the answering one {CLUSTER_PROTOCOL_VERSION}; "
+        f"upgrade the {older} process",
+        field="protocol",
+    )
 
 
 def tags_of(keys: bytes) -> bytes:

@@ -3,6 +3,7 @@
 1. Each request gets one answer, now or later; an invalid one gets a Failure, and affects only its sender.
 2. At most `max_later` requests are answered later at a time; further ones are refused.
 3. The kinds of key that may send a request are declared once, where the request is registered (`serve`).
+4. A greeting in another protocol is refused with both versions, before anything else in it is checked.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from kvstrata.rpc.cluster_wire import (
     TO_INSTANCE,
     ClusterReply,
     ClusterRequest,
+    Greeting,
     encode,
     failure,
-    seq_of,
+    other_protocol,
+    refusal_of,
 )
 from kvstrata.rpc.zmq_curve import OPEN, KeyKind, Keys
 from kvstrata.rpc.zmq_server import Address, ZmqServer
@@ -96,9 +99,11 @@ class ControlPort(Numbers):
         try:
             request = self._requests.decode(frame)
         except BAD_FRAME as error:
-            self._refuse(address, seq_of(frame), BadRequest(f"not a request that is answered here: {error}"))
+            self._refuse(address, *refusal_of(frame, error))
             return
         try:
+            if isinstance(request, Greeting) and (wrong := other_protocol(request.protocol)) is not None:
+                raise wrong
             answer = self._handler(request, address.key)(request, address)
         except KvstrataError as error:
             self._refuse(address, request.seq, error)

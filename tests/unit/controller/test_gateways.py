@@ -24,7 +24,7 @@ async def join(cluster: Cluster, name: str) -> None:
 
 
 def beat(name: str = "gw-1") -> GatewayBeat:
-    return GatewayBeat(1, name, "1", 8090, "ttft", 2, 2, 0, 0)
+    return GatewayBeat(1, 15, name, "1", 8090, "ttft", 2, 2, 0, 0)
 
 
 async def test_gateways_are_told_what_followers_of_instances_need(cluster: Cluster) -> None:

@@ -17,7 +17,7 @@ def count(requests: int, met: int, group: str = "m") -> ShapeCount:
 def beat(cluster: Cluster, requests: int, met: int) -> None:
     rated = [RatedEngine(url, "m", "both", 22_000, 0.0055, 0.0001) for url in URLS]
     shapes = [count(requests, met)]
-    told = GatewayBeat(1, "gw", "1", 1, "auto", 2, 2, 0, 0, splits=True, rated=rated, shapes=shapes)
+    told = GatewayBeat(1, 15, "gw", "1", 1, "auto", 2, 2, 0, 0, splits=True, rated=rated, shapes=shapes)
     assert TO_CONTROLLER.decode(encode(told)) == told
     cluster.gateways.beat(told, KEY, "10.0.0.9", 1)
 

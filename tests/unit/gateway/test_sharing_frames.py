@@ -11,7 +11,7 @@ from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.prefixes import KEY_BYTES, Prefixes
 from kvstrata.gateway.sharing.others import Others
-from kvstrata.gateway.sharing.telling import FRAMES, MAX_EVENTS, MAX_FRAME_BYTES, Sent, Teller
+from kvstrata.gateway.sharing.telling import MAX_EVENTS, MAX_FRAME_BYTES, Sent, Teller, frame_of
 
 ENGINES = ("a", "b")
 
@@ -36,7 +36,7 @@ class Pair:
 
     def hear(self, frame: bytes) -> None:
         assert len(frame) <= MAX_FRAME_BYTES
-        self.others.hear(FRAMES.decode(frame))
+        self.others.hear(frame_of(frame))
 
     def counts(self) -> dict[str, tuple[int, int]]:
         """Requests and waiting ones at each engine, as the other gateway counts them."""

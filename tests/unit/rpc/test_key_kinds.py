@@ -26,14 +26,14 @@ AT_INSTANCE: list[tuple[Any, set[KeyKind]]] = [
     (wire.Changes(0, -1), {GATEWAY, CONTROLLER}),
     (wire.List(0, "l1", 0), {GATEWAY, CONTROLLER}),
     (wire.Do(0, wire.AskStatus(), 1_000), {CONTROLLER}),
-    (wire.PeerHello(0, 7, "a", 1, "tcp", False), {INSTANCE}),
+    (wire.PeerHello(0, wire.CLUSTER_PROTOCOL_VERSION, "a", 1, "tcp", False), {INSTANCE}),
     (wire.Await(0, KEY, KEY, KEY, 0, 0), {INSTANCE}),
 ]
 AT_CONTROLLER: list[tuple[Any, set[KeyKind]]] = [
     (register(), {INSTANCE}),
     (wire.Goodbye(1, "a", 1), {INSTANCE}),
     (wire.Where(1, "a", b"", 1), {INSTANCE}),
-    (wire.GatewayBeat(1, "g", "1", 1, "ttft", 0, 0, 0, 0), {GATEWAY}),
+    (wire.GatewayBeat(1, wire.CLUSTER_PROTOCOL_VERSION, "g", "1", 1, "ttft", 0, 0, 0, 0), {GATEWAY}),
 ]
 
 

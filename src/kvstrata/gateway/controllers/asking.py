@@ -31,7 +31,13 @@ from kvstrata.naming import name_thread
 from kvstrata.observability.numbers import Numbers, parts_by
 from kvstrata.process.listen import Listener
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.rpc.cluster_wire import TAG_BYTES, GatewayBeat, GatewayHeard, Hinted
+from kvstrata.rpc.cluster_wire import (
+    CLUSTER_PROTOCOL_VERSION,
+    TAG_BYTES,
+    GatewayBeat,
+    GatewayHeard,
+    Hinted,
+)
 from kvstrata.rpc.zmq_curve import ClusterKeys, SharedKey, open_keys
 from kvstrata.types import NOT_IN_A_NAME, RequestIdentity, next_of
 
@@ -229,7 +235,7 @@ class Controllers(Numbers):
     async def _beat(self) -> GatewayBeat:
         policy, in_flight, requests, told = await self._numbers()
         return GatewayBeat(
-            0, self._name, __version__, self._port, policy, len(self._fleet.engines),
+            0, CLUSTER_PROTOCOL_VERSION, self._name, __version__, self._port, policy, len(self._fleet.engines),
             len([one for one in self._fleet.engines.values() if one.state is EngineState.UP]), in_flight, requests,
             *told,
         )  # fmt: skip

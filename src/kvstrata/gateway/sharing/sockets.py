@@ -22,7 +22,7 @@ from kvstrata.errors import ConfigError, Unavailable
 from kvstrata.gateway.engine_http import addresses_of
 from kvstrata.gateway.fleet import DNS
 from kvstrata.gateway.sharing.others import SILENT_S, Others
-from kvstrata.gateway.sharing.telling import EVENT_BYTES, FRAMES, MAX_FRAME_BYTES, PROTOCOL, Teller
+from kvstrata.gateway.sharing.telling import EVENT_BYTES, MAX_FRAME_BYTES, Teller, frame_of
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.ports import host_and_port
 from kvstrata.rpc.zmq_curve import ClusterKeys, public_of, read_cluster_keys
@@ -156,9 +156,7 @@ class Sharing:
     def _heard(self, _: Address, frame: bytes) -> bool | None:
         """Apply a frame; False: it is none."""
         try:
-            told = FRAMES.decode(frame)
-            if told.protocol != PROTOCOL:
-                raise ValueError(f"protocol {told.protocol}; this gateway speaks {PROTOCOL}")
+            told = frame_of(frame)
             if told.gateway != self.teller.name:
                 self.others.hear(told)
                 self.frames["heard"] += 1

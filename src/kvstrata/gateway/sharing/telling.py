@@ -70,8 +70,24 @@ class Frame(msgspec.Struct, array_like=True, frozen=True):
     """Those are all of this gateway that are under way, of the numbers from `first` to below `end`."""
 
 
-FRAMES = msgspec.msgpack.Decoder(Frame)
+class _Head(msgspec.Struct, array_like=True, frozen=True):
+    """The beginning of a frame of any protocol."""
+
+    protocol: int
+
+
+_FRAMES, _HEADS = msgspec.msgpack.Decoder(Frame), msgspec.msgpack.Decoder(_Head)
 encode = msgspec.msgpack.Encoder().encode
+
+
+def frame_of(data: bytes) -> Frame:
+    """The frame in a message. Raises MsgspecError, or ValueError for another protocol, whatever its frames hold."""
+    if (found := _HEADS.decode(data).protocol) != PROTOCOL:
+        older = "the other" if found < PROTOCOL else "this"
+        raise ValueError(
+            f"the other gateway speaks protocol {found}, this one {PROTOCOL}; upgrade {older} gateway"
+        )
+    return _FRAMES.decode(data)
 
 
 class Teller:
