@@ -65,7 +65,7 @@ EXIT_TIMEOUT_S = 1.0
 
 
 class CacheClient:
-    """A session of this process with the server: see the module. A process may have several clients."""
+    """One session of this process with the server, as the module describes. A process may have several clients."""
 
     def __init__(
         self,
@@ -85,10 +85,10 @@ class CacheClient:
         """`group`: 16 bytes that all processes of one engine share; `engine_slices`: number of slices of that engine.
 
         `slice` is the part that this process reads and writes, None for a scheduler.  `engine` is the copy engine, and
-        `pages` prepares the pool's pages for it (the client closes both); by default blocks are in host memory.
-        With `registers_memory` a device may access the pool on behalf of this process, see `wire.AttachRequest`.
-        `kv_bytes` is what the engine's own cache would take in L1; a scheduler tells it.
-        Raises ValueError for invalid arguments and ConfigError for unusable settings; never because of the server.
+        `pages` prepares the pool's pages for it (the client closes both); by default blocks are in host memory. With
+        `registers_memory` a device may access the pool on behalf of this process, see `wire.AttachRequest`. `kv_bytes`:
+        bytes that the engine's own cache would take in L1; reported by a scheduler. Raises ValueError for invalid
+        arguments and ConfigError for unusable settings; never because of the server.
         """
         if len(group) != wire.SESSION_BYTES:
             raise ValueError(f"group has {len(group)} bytes, must have {wire.SESSION_BYTES}")
@@ -98,8 +98,8 @@ class CacheClient:
             raise ValueError(f"a {role.value} needs the slice that it reads and writes")
         _token(settings)  # refuses a bad file now; each attach reads it again, so that it can be changed
         self.prompt_tokens_s = 0.0
-        """Tokens at a prompt's start that the engine computes in a second, as a scheduler measures it; 0: not known.
-        The next ping tells it."""
+        """Tokens at a prompt's start that the engine computes per second, as measured by a scheduler; 0: unknown. The
+        next ping reports it."""
         self.session = secrets.token_bytes(wire.SESSION_BYTES)
         self.slice_digest = slice.digest() if slice is not None else b""
         """Digest of the slice that this process reads and writes; b"" for a scheduler."""
@@ -128,7 +128,7 @@ class CacheClient:
             layout.chunk_tokens,
         )
         self.pool = PoolView(link, ledger, self._identities, self._pages if slice is not None else None)
-        """Tells which chunks L1 holds now."""
+        """Reads which chunks L1 holds now."""
         self._request = wire.AttachRequest(
             protocol=wire.PROTOCOL_VERSION,
             session=self.session,
@@ -142,7 +142,7 @@ class CacheClient:
             kv_bytes=kv_bytes,
             engine_url="" if role is Role.WORKER else settings.engine_url,
         )
-        """It lacks the old epoch and the token."""
+        """The attach request, without the old epoch and the token."""
         self._must_quiesce = False
         self.drained = threading.Event()
         """Set once a closing client has no message left to send and no running copy, or once the link has failed."""
@@ -199,7 +199,7 @@ class CacheClient:
         return self._link.epoch
 
     def sizes(self) -> tuple[int, int]:
-        """(Bytes of L1, bytes that the own caches of all its engines would take in it); 0: not known yet."""
+        """(Bytes of L1, bytes that the own caches of all its engines would take in it); 0: unknown yet."""
         return self.pool.l1_bytes, self._link.engines_kv_bytes
 
     @property
@@ -229,10 +229,10 @@ class CacheClient:
         return self._identities.identity(request)
 
     def peek(self, identity: Identity, chain: bytes | ChunkHasher) -> int:
-        """The number of leading chunks of the chain that are in L1 now, in all slices; it promises nothing.
+        """The number of leading chunks of the chain that are in L1 now, in all slices; they may be evicted at any time.
 
-        Reads shared memory only; 0 while slices or server are not known, or the server's heartbeat is old.
-        Pass the request's hasher rather than its chain: then storage keys are derived once per chunk.
+        Reads shared memory only; 0 while slices or server are unknown, or the server's heartbeat is old.  Pass the
+        request's hasher rather than its chain: then storage keys are derived once per chunk.
         """
         return self.pool.peek(identity, chain)
 
@@ -256,16 +256,16 @@ class CacheClient:
     ) -> LookupCall:
         """Ask how many leading chunks are present, and lease them for the whole engine group. Never blocks.
 
-        While no server answers, the call is done at once, as a miss.  The lease belongs to all processes of the
-        group; each ends its share by a load or by `release`.  Until the lease is claimed (`LookupCall.claim`) or a load
-        of this process begins under it, the server may revoke it: claim it before you promise its chunks to anybody.
-        One of `tails` may follow the chunks: the first that is present of those behind the last chunk that is.
-        The engine's own cache has the first `own_chunks` chunks; with `stores_late` that hit is no use of L1's copies.
-        `wait_ms` is the time, beyond the deadline, for which the answer may wait for what other engines have promised,
-        and with `expects` for their promise too; these are engines of the instance `source`, empty: of this one.
-        With `in_parts` the answer may come before all of that is there: then `LookupResult.promised` is how much there
-        will be, and a lookup that `follows` so many chunks asks for the rest.
-        Raises ValueError if `chain` is not a whole number of keys.
+        While no server answers, the call is done at once, as a miss.  The lease belongs to all processes of the group;
+        each ends its share by a load or by `release`.  Until the lease is claimed (`LookupCall.claim`) or a load of
+        this process begins under it, the server may revoke it: claim it before you promise its chunks to the engine.
+        The first of `tails` that is present and follows the last chunk found is leased too.  The engine's own cache has
+        the first `own_chunks` chunks; with `stores_late` a hit of these does not count as a use of L1's copies. The
+        answer may wait `wait_ms` beyond the deadline for chunks that other engines have promised, and with `expects`
+        for their promise too; these are engines of the instance `source` (empty: of this one).  With `in_parts` the
+        answer may come before all promised chunks are in L1: `LookupResult.promised` is then the expected number of
+        chunks, and a lookup that `follows` the received ones asks for the rest. Raises ValueError if `chain` is not a
+        whole number of keys.
         """
         if isinstance(chain, ChunkHasher):
             probe = probe or chain.probe
@@ -280,30 +280,30 @@ class CacheClient:
         return self.lookups.begin(identity, asked, deadline_ms)
 
     def promise(self, identity: Identity, chain: bytes) -> PromiseCall:
-        """Say that this engine computes these chunks now and will store them; lookups of others may wait. Never blocks.
+        """Promise that this engine computes and stores these chunks; others' lookups may wait for them. Never blocks.
 
         `chain`: the chain keys of chunks that follow each other in one prompt.  Withdraw the promise when the outcome
-        of the stores is known.  While no server answers, nobody hears of it.
+        of the stores is known.  While no server answers, the promise has no effect.
         """
         return self.lookups.promise(identity, chain)
 
     def missed(
         self, identity: Identity, chain: bytes | ChunkHasher, *, request_id: str, probe: bytes = b""
     ) -> None:
-        """Tell the server with the next ping of a prompt for which `peek` found nothing, instead of looking it up.
+        """Report to the server, with the next ping, a prompt for which `peek` found nothing, instead of looking it up.
 
-        `chain` is the part of the prompt's chain that is absent; the other arguments are those of `lookup`.  The
-        server then counts and explains the miss as if it had been asked.  Never blocks.
+        `chain` is the part of the prompt's chain that is absent; the other arguments are those of `lookup`.  The server
+        then counts and explains the miss like one of a lookup.  Never blocks.
         """
         if isinstance(chain, ChunkHasher):
             probe = probe or chain.probe
             chain = chain.chain
-        # Where only the end of a hit is needed in some slices, the others may have chunks whose end these lack.
+        # If some slices need only the end of a hit, the others may have chunks of which those slices lack the end.
         end = self.pool.peek_whole(identity, chain) if identity.spans else 0
         self.lookups.missed(identity, chain, max(0, end - 1), request_id, probe)
 
     def hint(self, identity: Identity, last: bytes, next_: int) -> None:
-        """Tell the server with the next ping what comes after a request (`types.Next`). Never blocks.
+        """Report to the server, with the next ping, what follows a request (`types.Next`). Never blocks.
 
         `last`: chain key of the last chunk of the request that was stored or loaded.
         """
@@ -313,8 +313,8 @@ class CacheClient:
         """End this process's share of these leases. Never blocks.
 
         With `group` the shares of all processes end; use it only for leases that were never handed to other processes.
-        The message is repeated until the server answers.  No load of this process begins under the leases afterwards;
-        a load that runs goes on, and this process's share ends with it.
+        The message is repeated until the server answers.  No load of this process begins under the leases afterwards; a
+        running load continues, and this process's share ends with it.
         """
         self._releases.end(leases, group=group)
 
@@ -335,10 +335,9 @@ class CacheClient:
 
         `chain` are the chunks' chain keys, `parent_chain` the key before the first (b"" at the start of a prompt),
         `blocks[i]` the blocks of chunk i in order, equally many for each chunk.  The blocks' bytes must be written
-        before the call and stay unchanged until `StoreJob.gathered`.  With `tail_tokens` the only chunk is
-        a tail of so many tokens (`keys.chunking`), with as many blocks as these fill.  `replaces` are the keys of tails
-        that leave L1 once the chunks are there.
-        Raises ValueError when the arguments do not fit together.
+        before the call and stay unchanged until `StoreJob.gathered`.  With `tail_tokens` the only chunk is a tail of so
+        many tokens (`keys.chunking`), with as many blocks as these fill.  `replaces` are the keys of tails that leave
+        L1 when the chunks are stored. Raises ValueError when the arguments do not fit together.
         """
         return self._stores.begin(
             identity, parent_chain, chain, plan, blocks, probe, tail_tokens, replaces, traceparent
@@ -367,7 +366,7 @@ class CacheClient:
         return self.loads.begin(identity, lease, items, plan, sync=sync, whole=whole)
 
     def stats(self) -> dict[str, int | float | str]:
-        """Counters and present state, for metrics and logs."""
+        """Counters and current state, for metrics and logs."""
         stores = {f"store_{outcome}_chunks": count for outcome, count in self._stores.counts.items()}
         return {
             "connected": int(self.connected),
@@ -387,7 +386,7 @@ class CacheClient:
             **stores,
         }
 
-    # What the link asks of the client: all in the I/O thread, but for `attach_request`.
+    # Callbacks of the link, all in the I/O thread except `attach_request`.
 
     def attach_request(self, old_epoch: int) -> wire.AttachRequest:
         """The request to attach with. Called in the attaching thread. Raises ConfigError for a bad token file."""
@@ -402,11 +401,11 @@ class CacheClient:
         if attachment.epoch != old_epoch:
             self._must_quiesce = old_epoch != 0
             self.lookups.promised.clear()
-            self.lookups.live.clear()  # the server of the new epoch knows none of them
+            self.lookups.live.clear()  # the server of the new epoch has none of these lookups
             self._releases.restarted(old_epoch, attachment.epoch)
 
     def link_ready(self, attachment: Attachment, old_epoch: int) -> None:
-        """Requests may go out from now on. If the epoch is `old_epoch`, the server knows this process from before."""
+        """Requests may be sent from now on. If the epoch is `old_epoch`, it is the same server as before."""
         if attachment.epoch == old_epoch:
             self._link.tell(self._resume)
         self._stores.ready(attachment.max_reserved_bytes)
@@ -414,11 +413,11 @@ class CacheClient:
         self._releases.pump()
 
     def link_silent(self) -> None:
-        """The server is silent or lost, and nothing may wait for it. ASK requests have failed already."""
+        """The server is silent or lost, so no caller may wait for it. ASK requests have failed already."""
         self._stores.give_up()
 
     def link_revoked(self, lookups: list[int]) -> None:
-        """The server wants back the leases of these lookups of ours."""
+        """The server asks this process to release the leases of these lookups."""
         self._releases.add(self.lookups.take_back(lookups, self._ledger.take_back), group=True)
 
     def link_orphaned(self, leases: list[tuple[bytes, int]]) -> None:
@@ -427,11 +426,11 @@ class CacheClient:
         self._releases.add(idle, group=False)
 
     def device_copies(self) -> wire.DeviceCopies | None:
-        """What to tell the server about copies to and from a device; None where blocks are in host memory."""
+        """The report to the server on copies to and from a device; None if blocks are in host memory."""
         return None if self._device is None else device_copies(self._device, self._pages)
 
     def link_due_s(self) -> float:
-        """When `link_pass` has something to do, even if nothing is received."""
+        """The time at which `link_pass` must run even if nothing is received."""
         return min(self._identities.due_s(), self._releases.due_s())
 
     def link_pass(self, now_s: float) -> None:
@@ -447,7 +446,7 @@ class CacheClient:
             self.drained.set()
 
     def link_died(self) -> None:
-        """The I/O thread ends because of a bug: finish every call that a caller waits for."""
+        """The I/O thread ends because of a bug: finish all calls that callers wait for."""
         self.pool.forget()
         self._link.table.fail_all(Unavailable("the client has failed"), *Kind)
         self._stores.give_up()
@@ -476,7 +475,7 @@ class CacheClient:
         self._link.ask(Pending(Kind.TELL, lambda seq, _: wire.Quiesced(seq), lambda reply: None, failed))
 
     def _resume(self, seq: int, remaining_ms: int) -> wire.Resume:
-        """Name what this process still has of the server, which it has lost for a while."""
+        """The message that names the server's grants that this process still has, after a lost connection."""
         return wire.Resume(
             seq, sorted({*self.lookups.live, *self.lookups.promised, *self._stores.reserves()})
         )

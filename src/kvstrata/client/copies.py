@@ -29,13 +29,13 @@ log = logging.getLogger(__name__)
 
 REMEMBERED_LEASES = 8192
 REFUSED = -1
-"""Code of an item that the copy engine did not take."""
+"""Code of an item that the copy engine did not accept."""
 
 Direction = Literal["gather", "scatter"]
 """Blocks into extents, or extents into blocks."""
 
 GatherItem = tuple[Sequence[int], int, int, RecordSpec]
-"""(block ids, extent address, extent length, what to write into the record's header)"""
+"""(block ids, extent address, extent length, fields of the record's header)"""
 ScatterItem = tuple[Sequence[int], int, int, tuple[bytes, bytes]]
 """(block ids, extent address, extent length, (expected storage key, expected identity root))"""
 
@@ -71,7 +71,7 @@ class DeviceCopyEngine(BlockCopyEngine, Protocol):
 
 
 class Mapping:
-    """One pool as this process sees it. Unmapped when nothing refers to it any more."""
+    """This process's mapping of one pool. Unmapped when nothing refers to it any more."""
 
     __slots__ = ("__weakref__", "extents", "index", "pool_id")
 
@@ -119,7 +119,7 @@ def device_copies(device: DeviceCopyEngine, pages: Pages) -> DeviceCopies:
 
 
 class CopyLedger:
-    """Which copies may begin and which are running. Any thread; each method is one short critical section."""
+    """Tracks which copies may begin and which are running. Any thread; each method is one short critical section."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -168,7 +168,7 @@ class CopyLedger:
             self._lease_running.discard(lease)
 
     def spend(self, leases: Iterable[LeaseName]) -> list[LeaseName]:
-        """Let no load begin under these leases any more. Returns those that no load uses; the caller releases them."""
+        """Prevent further loads under these leases. Returns the leases that no load uses; the caller releases them."""
         with self._lock:
             idle = []
             for lease in leases:
@@ -178,7 +178,7 @@ class CopyLedger:
             return idle
 
     def take_back(self, lease: LeaseName) -> bool:
-        """Let no load begin under this lease; False, and no change, if one has begun or the lease was released."""
+        """Prevent loads under this lease. Returns False, unchanged, if one has begun or the lease was released."""
         with self._lock:
             if lease in self._spent or lease in self._lease_running:
                 return False
@@ -207,7 +207,7 @@ class CopyLedger:
 
     @property
     def n_running(self) -> int:
-        """Copies that are running."""
+        """Number of running copies."""
         with self._lock:
             return self._running.total()
 
@@ -218,9 +218,9 @@ class CopyLedger:
 
 
 class Copier:
-    """Gives jobs to a copy engine. Any thread may begin a job; the I/O thread is told when it has ended.
+    """Submits jobs to a copy engine. Any thread may begin a job; the I/O thread handles its end.
 
-    The copy engine belongs to this object.  Plans must be of its kind; they are passed on unread.
+    This object owns the copy engine.  Plans must be of the engine's kind; they are passed on unread.
 
     A job that finds the copy engine's queue full waits here until another job ends or the waiting job is cancelled.
     """
@@ -264,7 +264,7 @@ class Copier:
         return job
 
     def cancel(self, job: int) -> None:
-        """Copy no further item; items left out end with a code other than 0. The job's end is reported as always."""
+        """Copy no further items; skipped items end with a code other than 0. The job's end is reported as usual."""
         with self._lock:
             waiting = self._waiting.pop(job, None)
             if waiting is None:

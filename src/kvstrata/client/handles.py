@@ -20,19 +20,19 @@ class LookupResult(NamedTuple):
 
     n_chunks: int
     lease: LeaseName | None
-    """To be released by every process of the group; None when nothing was found."""
+    """Every process of the group must release it; None when nothing was found."""
     extents: bytes
-    """n_chunks × n_slices packed `types.EXTENT`, chunk-major, slices in the order of `Identity.slices`; with a tail as
-    many more as it has slices."""
+    """n_chunks × n_slices packed `types.EXTENT`, chunk-major, slices in the order of `Identity.slices`; then n_slices
+    more if there is a tail."""
     n_slices: int
     reason: MissReason | Literal[""]
-    """Why the first chunk that is not served is missing; empty when all are."""
+    """Why the first chunk that is not served is missing; empty when all chunks are served."""
     l2_chunks: int = 0
     """How many of these chunks were loaded from L2."""
     tail_tokens: int = 0
-    """Tokens of the tail that follows these chunks and is leased as well; 0: none."""
+    """Number of tokens of the leased tail that follows these chunks; 0: no tail."""
     promised: int = 0
-    """So many leading chunks there will be soon, `n_chunks` or more of them."""
+    """Number of leading chunks expected soon, `n_chunks` or more."""
 
 
 def miss(reason: MissReason) -> LookupResult:
@@ -43,8 +43,8 @@ def miss(reason: MissReason) -> LookupResult:
 class LookupCall:
     """A lookup under way, and afterwards its lease.
 
-    Until the lease is claimed, the server may revoke it (`revoked`).  A caller that promises the lease's chunks to
-    anybody claims the lease first; a claimed lease stays until it is released.
+    Until the lease is claimed, the server may revoke it (`revoked`).  A caller that promises the lease's chunks to its
+    engine claims the lease first; a claimed lease stays until it is released.
     """
 
     __slots__ = ("_cancel", "_claimed", "_finished", "_lock", "_result", "epoch", "revoked", "seq")
@@ -56,7 +56,7 @@ class LookupCall:
         self._cancel = cancel
         self._claimed = False
         self.revoked = False
-        """Whether the lease went back to the server; its chunks may be gone."""
+        """Whether the lease was returned to the server, so that its chunks may be evicted."""
         self.seq = 0
         """Number of the lookup's message, set when it is sent.  Only the I/O thread uses this and `epoch`."""
         self.epoch = 0
@@ -84,7 +84,7 @@ class LookupCall:
             return self._claimed
 
     def unclaim(self) -> None:
-        """Let the lease be revoked again. Not for a lease that was handed to other processes."""
+        """Allow the server to revoke the lease again. Not for a lease that was handed to other processes."""
         with self._lock:
             self._claimed = False
 
@@ -121,19 +121,19 @@ class LookupCall:
 
 
 class PromiseCall:
-    """A promise of chunks, which stands until it is withdrawn or this process ends."""
+    """A promise of chunks, valid until it is withdrawn or this process ends."""
 
     __slots__ = ("_withdraw", "epoch", "pending", "seq")
 
     def __init__(self, withdraw: Callable[[PromiseCall], None]) -> None:
         self._withdraw = withdraw
         self.pending: Any = None
-        """Its message, for the I/O thread, which alone uses the following ones too."""
+        """Its message.  Only the I/O thread uses this and the following attributes."""
         self.seq = 0
         self.epoch = 0
 
     def withdraw(self) -> None:
-        """Let nobody wait for the chunks any longer: they are stored, or will not be. Idempotent, never blocks."""
+        """End the waits for these chunks: they are stored, or will not be. Idempotent, never blocks."""
         self._withdraw(self)
 
 
@@ -202,15 +202,15 @@ class StoreJob:
         return self.gathered.wait(timeout_s)
 
     def cancel(self) -> None:
-        """Gather nothing more, and commit only chunks that are gathered already. Never blocks.
+        """Stop gathering, and commit only chunks that are gathered already. Never blocks.
 
-        A copy in progress goes on for some milliseconds: blocks may be reused after `gathered`, not before.
+        A copy in progress continues for some milliseconds: blocks may be reused after `gathered`, not before.
         """
         self.cancelled = True
         self._cancel(self)
 
     def ended_gather(self, n_chunks: int) -> None:
-        """Note that the blocks of `n_chunks` more chunks are not read any more. For the client's I/O thread only."""
+        """Record that the blocks of `n_chunks` more chunks are not read any more. For the client's I/O thread only."""
         self._chunks_to_gather -= n_chunks
         assert self._chunks_to_gather >= 0, "a chunk ended its gather twice"
         if self._chunks_to_gather == 0:
@@ -265,7 +265,7 @@ class LoadJob:
     def cancel(self) -> None:
         """Begin no further copies; items that have not begun fail. Never blocks.
 
-        Copies that have begun go on: reuse the blocks only after `done`.
+        Copies that have begun continue: reuse the blocks only after `done`.
         """
         self.cancelled = True
         self._cancel(self)

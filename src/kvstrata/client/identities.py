@@ -36,7 +36,7 @@ KEPT_IDENTITIES = 1024
 REPLAYED_IDENTITIES = 64
 """Identities declared right after a server's restart, last used first; the others follow with their next request."""
 MISTAKE_RETRY_S = 1.0
-"""Time for which an identity counts as refused after an error that may pass; then its next request declares it."""
+"""Time for which an identity counts as refused after a temporary error; then its next request declares it again."""
 SLICES_RETRY_FIRST_S = 0.05
 SLICES_RETRY_LAST_S = 0.5
 
@@ -58,9 +58,9 @@ class Identity:
         self.root = identity_root(layout, request)
         """32 bytes, the start of the hash chain."""
         self.declared: Declared | None = None
-        """The last answer, written by the I/O thread only; valid while its epoch is the present one."""
+        """The last answer, written by the I/O thread only; valid while its epoch is the current one."""
         self.error = ""
-        """Why the server refused this identity, or "". While it is refused, lookups miss and stores are refused."""
+        """Why the server refused this identity; "": it did not. While refused, lookups miss and stores are refused."""
         self.forbidden = False
         """The server refused it because this process may not use its tenant."""
         self.refused_epoch = 0
@@ -69,7 +69,7 @@ class Identity:
 
     @property
     def ready(self) -> bool:
-        """Whether the server of the present epoch knows this identity, and all slices of the engine are known."""
+        """Whether the server of the current epoch knows this identity, and all slices of the engine are known."""
         declared = self.declared
         return declared is not None and declared.epoch == self._table.epoch and bool(self.slices)
 
@@ -80,7 +80,7 @@ class Identity:
 
     @property
     def spans(self) -> tuple[int, ...]:
-        """For each of `slices` how many of a hit's last chunks are needed in it, 0: all; () if all are in each."""
+        """For each of `slices` how many of a hit's last chunks it needs, 0: all; () if every slice needs all."""
         return self._table.spans
 
     def hasher(self, media: Iterable[MediaItem] = ()) -> ChunkHasher:
@@ -135,10 +135,10 @@ class IdentityTable:
     # In the I/O thread.
 
     def declared(self, identity: Identity) -> Declared | None:
-        """The present server's number for the identity; None while the server is being told.
+        """The current server's number for the identity; None while the declaration is under way.
 
         Unsent requests are woken when the server has answered.  Raises Refused when this server has refused the
-        identity; an error that may pass counts as a refusal for `MISTAKE_RETRY_S` only.
+        identity; a temporary error counts as a refusal for `MISTAKE_RETRY_S` only.
         """
         known = identity.declared
         if known is not None and known.epoch == self._link.epoch:
@@ -149,7 +149,7 @@ class IdentityTable:
         return None
 
     def declare(self, identity: Identity) -> None:
-        """Tell the server about the identity, unless a message about it is under way."""
+        """Declare the identity to the server, unless a declaration is under way."""
         if identity in self._asked or not self._link.connected:
             return
         self._asked.add(identity)
@@ -238,7 +238,7 @@ class IdentityTable:
             self._ask_slices_later()
 
     def _refused(self, identity: Identity) -> bool:
-        """Whether the present server has refused the identity and may not be asked again yet."""
+        """Whether the current server has refused the identity and may not be asked again yet."""
         refused = identity.refused_epoch == self._link.epoch and time.monotonic() < identity.refused_until_s
         return bool(identity.error) and refused
 

@@ -73,12 +73,12 @@ log = logging.getLogger(__name__)
 ATTACH_TIMEOUT_S = 1.0
 ATTACH_RETRY_FIRST_S = 0.02
 ATTACH_RETRY_LAST_S = 0.25
-"""Longest pause between tries while no server answers, so that caching resumes within a second of its return."""
+"""Maximum pause between attempts while no server answers, so that caching resumes within a second of its return."""
 GOODBYE_TIMEOUT_S = 0.3
 ATTACH_REFUSED_RETRY_S = 2.0
 """Pause after a refusal (other layout, no free row, other version), which an early retry would not change."""
 REPEATED_S = 600.0
-"""Time between two log lines that say that a server is still absent."""
+"""Interval of log lines about a server that is still absent."""
 LONGEST_POLL_S = 1.0
 MAX_ASKS = 1024
 TELL_PING_S = 0.01
@@ -102,15 +102,15 @@ class Pending(msgspec.Struct, eq=False):
 
     kind: Kind
     message: Callable[[int, int], wire.AnyRequest | None]
-    """`message(seq, remaining_ms)` makes the request, or None while it cannot be sent yet (`wake_unsent`). It may raise
-    KvstrataError, which fails the request."""
+    """`message(seq, remaining_ms)` returns the request, or None while it cannot be sent yet (`wake_unsent`). It may
+    raise KvstrataError, which fails the request."""
     replied: Callable[[wire.AnyReply], None]
     failed: Callable[[KvstrataError], None]
     deadline_s: float = math.inf
     seq: int = 0
     """Its number; 0 until it is sent."""
     waits: bool = False
-    """It cannot be sent yet."""
+    """Whether it cannot be sent yet."""
 
 
 class RequestTable:
@@ -122,14 +122,14 @@ class RequestTable:
         self._sent: dict[int, Pending] = {}
         self._asks = 0
         self._due_s = math.inf
-        """No deadline is before this time, and nothing can be sent before it."""
+        """Before this time no deadline passes and nothing can be sent."""
 
     def __len__(self) -> int:
         return len(self._sent) + len(self._unsent)
 
     @property
     def n_asks(self) -> int:
-        """Lookups and reserves under way."""
+        """Number of lookups and reserves under way."""
         return self._asks
 
     @property
@@ -138,7 +138,7 @@ class RequestTable:
         return bool(self._sent)
 
     def next_seq(self) -> int:
-        """A fresh number; pings, which are not kept here, take theirs directly."""
+        """A new number; pings, which are not in this table, take theirs directly."""
         self._last_seq += 1
         return self._last_seq
 
@@ -164,13 +164,13 @@ class RequestTable:
             self._asks -= 1
 
     def wake_unsent(self) -> None:
-        """Try the unsent requests again: something that they wait for has changed."""
+        """Try the unsent requests again, because something that they wait for has changed."""
         for pending in self._unsent:
             pending.waits = False
         self._due_s = -math.inf
 
     def due_s(self) -> float:
-        """When `expire` or `to_send` may have something to do."""
+        """The time at which `expire` or `to_send` must run next."""
         return self._due_s
 
     def expire(self, now_s: float) -> None:
@@ -218,7 +218,7 @@ class RequestTable:
             pending.replied(reply)
 
     def fail_all(self, error: KvstrataError, *kinds: Kind) -> None:
-        """End all requests of these kinds. Those that are made meanwhile stay."""
+        """Fail all requests of these kinds, except those that are added meanwhile."""
         for pending in [p for p in self._all() if p.kind in kinds]:
             self._fail(pending, error)
 
@@ -231,33 +231,33 @@ class RequestTable:
 
 
 class Silence:
-    """Whether the server of one link is heard. All times are seconds of one monotonic clock."""
+    """Decides whether the server of one link is silent. All times are seconds of one monotonic clock."""
 
     __slots__ = ("_due_s", "_last_ping_s", "_was_late", "silent", "spells")
 
     def __init__(self) -> None:
         self.silent = True
-        """Whether callers get misses without the server being asked."""
+        """Whether callers get misses without a request to the server."""
         self.spells = 0
-        """How often the server fell silent after it had answered."""
+        """Number of times that the server fell silent after it had answered."""
         self._last_ping_s = -math.inf
         self._due_s = math.inf
         self._was_late = False
 
     def lost(self) -> None:
-        """Note that the connection is lost; the server counts as silent until it is heard on the next one."""
+        """The connection is lost; the server counts as silent until a message arrives on the next one."""
         self.spells += not self.silent
         self.silent = True
         self._last_ping_s = -math.inf
         self._forget_pings()
 
     def heard(self) -> None:
-        """Note a message of the server; it answers all pings so far."""
+        """A message of the server has arrived; it answers all pings so far."""
         self.silent = False
         self._forget_pings()
 
     def pinged(self, now_s: float) -> None:
-        """Note that a ping was sent."""
+        """A ping was sent."""
         self._last_ping_s = now_s
         self._due_s = min(self._due_s, now_s + patience(PING_PATIENCE_S))
 
@@ -277,7 +277,7 @@ class Silence:
         return True
 
     def ping_due_s(self, busy: bool, tells: bool = False) -> float:
-        """When the next ping is due; -inf: now. `busy`: requests are outstanding; `tells`: it has something to tell."""
+        """When the next ping is due; -inf: now. `busy`: requests are outstanding; `tells`: the ping has a report."""
         if self.silent:
             return self._last_ping_s + SILENT_PING_S
         return self._last_ping_s + (TELL_PING_S if tells else BUSY_PING_S if busy else IDLE_PING_S)
@@ -292,11 +292,11 @@ class Silence:
 
 
 class Link:
-    """One client's link to its server: see the module. `session`: 16 bytes that name this process as long as it lives.
+    """One client's link to its server. `session`: 16 bytes that name this process as long as it lives.
 
-    `places`: directories in which the server's sockets may lie; the first is the one that is meant.  `start_with`: the
-    command that starts a server there, for the log.  Of the links of one engine, one `speaks`: it warns when the
-    server is absent or lost; the other links say so at level INFO.
+    `places`: directories in which the server's sockets may lie, the configured one first.  `start_with`: the command
+    that starts a server there, for the log.  One of the links of an engine `speaks`: it warns when the server is absent
+    or lost; the other links log that at level INFO.
 
     The owner's parts need the link, so the link gets its owner only by `start`; before that nothing is received.
     """
@@ -309,11 +309,11 @@ class Link:
         """Epoch of the last attachment, even after that attachment was lost."""
         self.error = "not started"
         self.engines_kv_bytes = 0
-        """See `wire.Pong`; 0: not known."""
+        """See `wire.Pong`; 0: unknown."""
         self.closing = False
-        """The client takes no more calls: it is being closed, or this is a forked child. Any thread may set it."""
+        """The client accepts no more calls: it is being closed, or this is a forked child. Any thread may set it."""
         self.forked = False
-        """This is a forked child, which touches nothing that belongs to the parent."""
+        """This is a forked child, which must not touch what belongs to the parent."""
         self.connected = False
         """A server is attached, and its pool is mapped. Any thread may read it."""
         self._owner: CacheClient
@@ -332,7 +332,7 @@ class Link:
         self._poll = select.poll()
         self._attachment: Attachment | None = None
         self._events = 0
-        """The events of the connection that the poll waits for."""
+        """The poll events registered for the connection."""
         self._copies_told: DeviceCopies | None = None
         self._rate_told: LoadRate | None = None
         self._tokens_s_told = 0.0
@@ -396,7 +396,7 @@ class Link:
                 self._wake_fd = -1
 
     def stop(self, *, bye: bool) -> None:
-        """End the I/O thread; with `bye` tell the server that this process touches nothing any more."""
+        """End the I/O thread; with `bye` first tell the server that this process has finished with the pool."""
 
         def end() -> None:
             self._bye = bye
@@ -413,7 +413,7 @@ class Link:
         return self._thread is None or not self._thread.is_alive()
 
     def abandon(self) -> None:
-        """Called in a forked child, where no thread of ours runs and which the server does not know."""
+        """Called in a forked child, which has none of our threads and is unknown to the server."""
         self.forked = self.closing = True
         self._wake_lock = threading.RLock()  # a thread of the parent may have held the old one at the fork
         self._inbox.clear()
@@ -461,7 +461,7 @@ class Link:
         for _ in range(len(self._inbox)):
             try:
                 call = self._inbox.popleft()
-            except IndexError:  # after the end, several threads may come here
+            except IndexError:  # after the end, several threads may pop from the queue
                 return
             call()
 
@@ -496,7 +496,7 @@ class Link:
             self._send(self._attachment, now_s)
 
     def _timeout_s(self, now_s: float) -> float:
-        """Time from now on after which something is due even if nothing happens."""
+        """Seconds until the next due time, if no event comes before."""
         if self._inbox:
             return 0.0
         due_s = now_s + LONGEST_POLL_S
@@ -515,7 +515,7 @@ class Link:
         return self.silence.ping_due_s(self.table.awaited, bool(self._owner.lookups.untold()))
 
     def _may_send(self, attachment: Attachment) -> bool:
-        """Whether requests are sent, not only pings: not to a silent server, nor while the socket has no room."""
+        """Whether requests are sent, not only pings: not to a silent server, nor while the socket's buffer is full."""
         return not self.silence.silent and not attachment.link.unsent_bytes
 
     def _send(self, attachment: Attachment, now_s: float) -> None:
@@ -550,14 +550,14 @@ class Link:
             self.silence.pinged(time.monotonic())
 
     def _watch(self, attachment: Attachment) -> None:
-        """Wait for the connection's messages, and for room to send if bytes are unsent."""
+        """Poll the connection for messages, and for writability if bytes are unsent."""
         events = select.POLLIN | (select.POLLOUT if attachment.link.unsent_bytes else 0)
         if events != self._events:
             self._events = events
             self._poll.register(attachment.fileno(), events)
 
     def _converse(self, attachment: Attachment) -> None:
-        """Send what is unsent, and handle what has arrived."""
+        """Send unsent bytes, and handle messages that have arrived."""
         asks = self.table.n_asks
         try:
             attachment.link.flush()
@@ -569,8 +569,8 @@ class Link:
         except OSError as error:
             self._lose(f"the connection failed: {error}")
         if self.table.n_asks < asks:
-            # A caller that waited for one of these answers has been woken.  It would have to wait again, for Python's
-            # lock, until this thread's next poll.
+            # A caller that waited for one of these answers has been woken, but without this it would wait for the GIL
+            # until this thread's next poll.
             os.sched_yield()
 
     def _handle(self, frames: Sequence[bytes]) -> None:
@@ -605,7 +605,7 @@ class Link:
         if self._attachment is None:
             return
         self._say_lost("lost the cache server (%s); going on without it until it is back", why)
-        self._absences.left_out("absent")  # this line has said it
+        self._absences.left_out("absent")  # the line above replaces it
         self._poll.unregister(self._attachment.fileno())
         self._events = 0
         self._attachment.close()
@@ -628,7 +628,7 @@ class Link:
                 return
 
     def _try_to_attach(self) -> float:
-        """Try once; returns the pause before the next try, inf if the process is attached."""
+        """Try once. Returns the pause before the next attempt; inf if the process is attached."""
         try:
             request = self._owner.attach_request(self.epoch)
             attachment, place = attach_in(self._places, request, process_locks(), patience(ATTACH_TIMEOUT_S))
@@ -668,7 +668,7 @@ class Link:
         self.error = text
 
     def _attached(self, attachment: Attachment, place: Path) -> None:
-        """Map the pool and connect; or give the attachment back and try again."""
+        """Map the pool and connect; if that fails, release the attachment and try again."""
         if self._stopping:
             attachment.goodbye(patience(GOODBYE_TIMEOUT_S))
             return

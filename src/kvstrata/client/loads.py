@@ -31,7 +31,7 @@ from kvstrata.types import LeaseName
 log = logging.getLogger(__name__)
 
 SYNC_LOAD_S = 1.0
-"""A synchronous load begins no further group of chunks after this long."""
+"""Time after which a synchronous load begins no further group of chunks."""
 GROUP_BYTES = 128 << 20
 """Size of a group; a load can be stopped between two groups."""
 BAD_CODES = (1, 2)
@@ -48,11 +48,11 @@ class Loads(msgspec.Struct, eq=False):
     _copier: Copier
     _releases: ReleaseQueue
     _slice_digest: bytes
-    """Names the slice that this process reads; b"" for a scheduler, which reads none."""
+    """Digest of the slice that this process reads; b"" for a scheduler, which reads none."""
     loaded_bytes: int = 0
     corrupt_chunks: int = 0
     _line: LoadLine = msgspec.field(default_factory=LoadLine)
-    """How long loads take. For the I/O thread only."""
+    """Fits the time of loads. For the I/O thread only."""
     _rate: LoadRate | None = None
 
     def begin(
@@ -90,7 +90,7 @@ class Loads(msgspec.Struct, eq=False):
         return job
 
     def rate(self) -> LoadRate | None:
-        """How fast the process loads; the same until it has changed by more than a tenth. In the I/O thread."""
+        """The process's load rate; updated only when it has changed by more than a tenth. In the I/O thread."""
         fitted = self._line.fitted()
         if fitted is not None:
             now = LoadRate.of(*fitted)
@@ -137,7 +137,7 @@ class Loads(msgspec.Struct, eq=False):
                 self._link.post(partial(ended, [NOT_BEGUN] * len(group)))
 
     def _group_loaded(self, load: _Load, position: int, codes: list[int]) -> None:
-        """One native copy has ended. In the I/O thread."""
+        """Handle the end of one native copy. In the I/O thread."""
         load.codes[position : position + len(codes)] = codes
         load.groups_left -= 1
         if load.groups_left == 0:
@@ -193,10 +193,10 @@ class _Load(msgspec.Struct, eq=False):
     groups_left: int = 0
     began_s: float = msgspec.field(default_factory=lambda: time.monotonic())
     took: tuple[int, float] = 0, 0.0
-    """Bytes that were loaded, and the seconds for them; set when all copies have ended."""
+    """Loaded bytes, and the seconds that they took; set when all copies have ended."""
 
     def prepare(self, mapping: Mapping, own_keys: bytes) -> None:
-        """Fill `scatter`. Items that are not inside the pool are left out."""
+        """Fill `scatter`, without items that are not inside the pool."""
         for i, item in enumerate(self.items):
             try:
                 address = mapping.address(item.offset_bytes, item.length_bytes)

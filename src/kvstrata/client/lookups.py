@@ -36,13 +36,13 @@ from kvstrata.types import EXTENT, KEY_BYTES, LeaseName, MissReason
 log = logging.getLogger(__name__)
 
 LOOKUP_MARGIN_MS = 10
-"""The server's deadline is this much shorter than the caller's, so that its answer arrives in time."""
+"""Difference between the caller's deadline and the server's, so that the answer arrives in time."""
 MAX_UNTOLD = 256
-"""Misses and hints that wait for a ping; the oldest ones beyond are never told."""
+"""Maximum number of misses and hints that wait for a ping; beyond it the oldest are dropped."""
 LEASES_PER_MESSAGE = 1024
 HOLD_S = 0.002
 WAITING_LEASES = 65_536
-"""More leases than any engine has.  Beyond this number the oldest are dropped here; they end with this process."""
+"""Maximum number of waiting releases, more than any engine's leases.  Beyond it the oldest end with this process."""
 
 
 class Lookups(msgspec.Struct, eq=False):
@@ -51,11 +51,11 @@ class Lookups(msgspec.Struct, eq=False):
     _link: Link
     _identities: IdentityTable
     _timeout_ms: int
-    """Deadline of a lookup that names none."""
+    """Default deadline of a lookup."""
     live: dict[int, LookupCall] = {}
-    """Lookups that are sent or hold a lease, by their numbers in the present epoch. For the I/O thread only."""
+    """Lookups that are sent or hold a lease, by their numbers in the current epoch. For the I/O thread only."""
     promised: dict[int, PromiseCall] = {}
-    """Promises that the present server has been told of and that are not withdrawn. For the I/O thread only."""
+    """Promises sent to the current server and not withdrawn, by their numbers. For the I/O thread only."""
     begun: int = 0
     hit_chunks: int = 0
     revoked: int = 0
@@ -74,7 +74,7 @@ class Lookups(msgspec.Struct, eq=False):
             call.finish(miss(MissReason.BREAKER_OPEN if asks else MissReason.NEVER_STORED))
             return call
         limit_ms = min(self._timeout_ms if deadline_ms is None else deadline_ms, wire.MAX_DEADLINE_MS)
-        # A request has so long in all; a long time for loads leaves some to wait.
+        # Deadline and waiting time together are limited; even a long deadline leaves some time to wait.
         wait_ms = min(asked.wait_ms, wire.MAX_DEADLINE_MS - min(limit_ms, wire.MAX_DEADLINE_MS // 4))
         limit_ms = min(limit_ms, wire.MAX_DEADLINE_MS - wait_ms)
         deadline_s = time.monotonic() + (limit_ms + wait_ms) / 1000
@@ -126,7 +126,7 @@ class Lookups(msgspec.Struct, eq=False):
         self._link.post(lambda: self._untold.append((identity, wire.Hint(0, last, next_))))
 
     def untold(self) -> list[wire.Miss | wire.Hint]:
-        """What the next ping tells of identities that the server knows, as far as one message takes it."""
+        """The misses and hints for the next ping, of identities that the server knows, as many as fit into it."""
         news: list[wire.Miss | wire.Hint] = []
         for identity, seen in list(self._untold)[: wire.MAX_MISSES]:
             try:
@@ -134,7 +134,7 @@ class Lookups(msgspec.Struct, eq=False):
             except KvstrataError:
                 self._untold.remove(
                     (identity, seen)
-                )  # the server refuses the identity, so it counts nothing of it
+                )  # the server refuses the identity, so it cannot count them
                 continue
             if declared is None:
                 break
@@ -142,7 +142,7 @@ class Lookups(msgspec.Struct, eq=False):
         return news
 
     def told(self, count: int) -> None:
-        """Forget the first ones of `untold`."""
+        """Forget the first `count` items of `untold`."""
         for _ in range(count):
             self._untold.popleft()
 
@@ -153,7 +153,7 @@ class Lookups(msgspec.Struct, eq=False):
                 self.live.pop(lease.seq, None)
 
     def take_back(self, seqs: Sequence[int], spend: Callable[[LeaseName], bool]) -> list[LeaseName]:
-        """Give up the leases of these lookups, as the server asks, unless claimed or in use; returns those given up.
+        """Release the leases of these lookups, as the server asks, unless claimed or in use. Returns the released ones.
 
         `spend` keeps loads from beginning under a lease, see `LookupCall.take_back`.
         """
@@ -173,7 +173,7 @@ class Lookups(msgspec.Struct, eq=False):
         deadline_s: float,
         again: bool = False,
     ) -> None:
-        """Send `asked`, whose numbers and deadline are set when it is sent."""
+        """Send `asked`; its numbers and deadline are set at sending."""
         if call.done:
             return
 
@@ -272,7 +272,7 @@ class Lookups(msgspec.Struct, eq=False):
 
 
 def _sensible(reply: wire.LookupReply, n_asked: int, tails: Sequence[wire.TailSet]) -> bool:
-    """Whether it is a miss with a reason, or hits that were asked for, each with its extents."""
+    """Whether the reply is a miss with a reason, or has hits that were asked for, each with its extents."""
     n, tokens = reply.n_chunks, reply.tail_tokens
     if reply.promised > (n_asked if n and not tokens else 0):
         return False
@@ -290,7 +290,7 @@ def _sensible(reply: wire.LookupReply, n_asked: int, tails: Sequence[wire.TailSe
 
 
 class ReleaseQueue(msgspec.Struct, eq=False):
-    """The leases to be given back: this process's shares, and those of the whole group.
+    """The leases to release: this process's shares, and those of the whole group.
 
     All methods but `end` belong to the I/O thread.
     """
@@ -305,16 +305,16 @@ class ReleaseQueue(msgspec.Struct, eq=False):
     _added: bool = False
 
     def end(self, leases: Sequence[LeaseName], *, group: bool) -> None:
-        """Let no load begin under these leases, and give back those that no load uses. Any thread.
+        """Prevent further loads under these leases, and release those that no load uses. Any thread.
 
-        A load that runs gives its lease back when it ends.
+        A running load releases its lease when it ends.
         """
         if leases and not self._link.forked:
             idle = self._ledger.spend(leases)
             self._link.post(lambda: self.add(idle, group=group))
 
     def add(self, leases: Sequence[LeaseName], *, group: bool) -> None:
-        """Give these leases back; with `group` for every process of the engine."""
+        """Release these leases; with `group` for every process of the engine."""
         waiting = self._waiting[group]
         for lease in leases:
             if lease.epoch not in self._past_epochs:
@@ -332,7 +332,7 @@ class ReleaseQueue(msgspec.Struct, eq=False):
                 del waiting[lease]
 
     def due_s(self) -> float:
-        """The time (`time.monotonic`) at which `tick` has something to do, even if no message arrives; inf: never."""
+        """The time (`time.monotonic`) at which `tick` must run even if no message arrives; inf: never."""
         return self._held_until_s
 
     def tick(self, now_s: float) -> None:

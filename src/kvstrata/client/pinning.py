@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 SLAB_BYTES = 64 << 20
 WALKS = 16
-"""Walks over a pool. The waits between them double: a pool that the server faults in within an hour is pinned whole."""
+"""Number of walks over a pool, with doubling pauses: a pool that is faulted in within an hour is pinned completely."""
 
 
 class _Pinned:
@@ -75,13 +75,13 @@ class Pinner:
                 thread.start()
 
     def stop(self) -> None:
-        """Pin nothing more."""
+        """Stop pinning."""
         with self._lock:
             for pinned in self._pools.values():
                 pinned.stop.set()
 
     def close(self, timeout_s: float) -> None:
-        """Unregister everything; no copy may run any more. After `timeout_s` the rest goes on in the background."""
+        """Unregister everything; no copy may run any more. After `timeout_s` this continues in the background."""
         ends_s = time.monotonic() + timeout_s
         with self._lock:
             mappings = list(self._pools)
@@ -91,7 +91,7 @@ class Pinner:
             thread.join(max(0.0, ends_s - time.monotonic()))
 
     def stats(self) -> dict[str, int | float | str]:
-        """Counters and present state."""
+        """Counters and current state."""
         return {
             "pinned_bytes": sum(pinned.bytes for pinned in list(self._pools.values())),
             "pin_s": round(self._pin_s, 3),

@@ -23,11 +23,11 @@ from kvstrata.types import KEY_BYTES
 
 KEPT_CHAINS = 64
 PEEK_HEARTBEAT_S = 0.9
-"""`present` answers only while the server's heartbeat is younger than this."""
+"""Maximum age of the server's heartbeat for `present` to answer."""
 
 
 class PoolView(msgspec.Struct, eq=False):
-    """Reads the index of the attached pool. Any thread, but `attached` belongs to the I/O thread."""
+    """Reads the index of the attached pool. Any thread; `attached` is for the I/O thread only."""
 
     _link: Link
     _ledger: CopyLedger
@@ -72,15 +72,15 @@ class PoolView(msgspec.Struct, eq=False):
         )
 
     def peek_whole(self, identity: Identity, chain: bytes | ChunkHasher) -> int:
-        """As `peek`, without the slices that a hit needs at its end only; 0 if there are no others."""
+        """Like `peek`, without the slices that a hit needs only at its end; 0 if all slices are such."""
         index, (whole, _) = self._index, self._by_span()
         return self._leading(index, identity.root, chain, whole) if index is not None and whole else 0
 
     def present(self, chunks: Sequence[tuple[bytes, bytes]]) -> list[bool] | None:
         """For each (identity root, chain key), whether L1 has the chunk now, in all slices; None while that is unknown.
 
-        It is unknown while no server answers, and while the engine's slices are not known.  Slices with a span
-        (keys/spans.py) are left out, unless all have one.
+        It is unknown while no server answers, and while the engine's slices are unknown.  Slices with a span
+        (keys/spans.py) are ignored, unless all have one.
         """
         index = self._index
         whole, windows = self._by_span()
@@ -123,7 +123,7 @@ class PoolView(msgspec.Struct, eq=False):
         self._index = None
 
     def _by_span(self) -> tuple[tuple[bytes, ...], dict[bytes, int]]:
-        """The slices that are needed in each chunk of a hit, and the spans of the others."""
+        """The slices that every chunk of a hit needs, and the spans of the others."""
         slices, each = self._identities.slices, self._identities.spans
         if not each:
             return slices, {}
@@ -133,7 +133,7 @@ class PoolView(msgspec.Struct, eq=False):
     def _leading(
         self, index: IndexReader, root: bytes, chain: bytes | ChunkHasher, slices: tuple[bytes, ...]
     ) -> int:
-        """Leading chunks that are there in all of these slices."""
+        """Number of leading chunks that are present in all of these slices."""
         if isinstance(chain, ChunkHasher):
             keys = chain.storage_keys(slices)
         else:

@@ -46,10 +46,10 @@ from kvstrata.types import EXTENT, KEY_BYTES, Extent, unpack_extents
 log = logging.getLogger(__name__)
 
 BACKLOG_BYTES = 1 << 30
-"""Bytes that wait to be copied into the pool; further stores are skipped."""
+"""Maximum bytes that wait to be copied into the pool; further stores are refused."""
 RESERVE_DEADLINE_S = 2.0
 BATCH_BYTES = 128 << 20
-"""Batches are cut so that one is reserved while another is gathered and a third committed."""
+"""Maximum bytes of a batch: small enough to reserve one batch while another is gathered and a third committed."""
 BATCH_CHUNKS = wire.MAX_RESERVE_CHUNKS
 BATCHES_IN_FLIGHT = 4
 NOT_COPIED = 1
@@ -58,7 +58,7 @@ REFUSALS = frozenset(OUTCOME_OF_RESERVE) - {wire.ReserveOutcome.PRESENT, wire.Re
 
 
 class BatchState(enum.Enum):
-    """How far a batch has come."""
+    """The progress of a batch, see the module."""
 
     RESERVING = enum.auto()
     """Its reserve is not sent yet, or not answered yet."""
@@ -69,7 +69,7 @@ class BatchState(enum.Enum):
     UNDOING = enum.auto()
     """None of its chunks will be stored; the cancel or abort of its reserve is not answered yet."""
     LEFT = enum.auto()
-    """The server has no reservation of it any more, and its bytes are free for other batches."""
+    """The server has no reservation for it any more, and its bytes are free for other batches."""
 
 
 class StoreRequest(NamedTuple):
@@ -86,14 +86,14 @@ class StoreRequest(NamedTuple):
     payload_bytes: int
     probe: bytes
     tail_tokens: int = 0
-    """0, or the only chunk is a tail with so many tokens."""
+    """Number of tokens if the only chunk is a tail; else 0."""
     replaces: bytes = b""
     """Chain keys of tails that these chunks replace."""
     traceparent: str = ""
 
     @property
     def n_chunks(self) -> int:
-        """Chunks to store."""
+        """Number of chunks to store."""
         return len(self.blocks)
 
 
@@ -109,7 +109,7 @@ class Batch(msgspec.Struct, eq=False):
     seq: int = 0
     """Number of the reserve; 0 until it is sent."""
     epoch: int = 0
-    """Epoch of the server that the reserve went to."""
+    """Epoch of the server that got the reserve."""
     reserved: list[int] = []
     """Indices within the batch that got an extent."""
     copy_job: int = 0
@@ -159,7 +159,7 @@ class StoreQueue(msgspec.Struct, eq=False):
     _copier: Copier
     _identities: IdentityTable
     _slice_digest: bytes
-    """Names the slice that this process writes; b"" for a scheduler, which writes none."""
+    """Digest of the slice that this process writes; b"" for a scheduler, which writes none."""
     _chunk_tokens: int
     _lock: threading.Lock = msgspec.field(default_factory=threading.Lock)
     _queue: deque[StoreRequest] = msgspec.field(default_factory=deque)
@@ -168,13 +168,13 @@ class StoreQueue(msgspec.Struct, eq=False):
     _pumping: bool = False
     _closing: bool = False
     _max_reserved_bytes: int = 0
-    """Maximum bytes that this session may have reserved at a time; 0 until the server has named its limit."""
+    """Maximum bytes that this session may have reserved at a time; 0 until the server has sent its limit."""
     _reserved_bytes: int = 0
     _batches: dict[Batch, None] = {}
     """Batches that count as under way (`BATCHES_IN_FLIGHT`), oldest first."""
     waiting_bytes: int = 0
     counts: dict[str, int] = {}
-    """Chunks by outcome."""
+    """Number of chunks by outcome."""
 
     def begin(
         self,
@@ -234,7 +234,7 @@ class StoreQueue(msgspec.Struct, eq=False):
         return not self._queue and not self._batches
 
     def add(self, request: StoreRequest) -> None:
-        """Take up an admitted store."""
+        """Queue an admitted store."""
         if self._closing or not self._link.usable:
             self._drop(request, 0, StoreOutcome.UNAVAILABLE)
             return
@@ -242,7 +242,7 @@ class StoreQueue(msgspec.Struct, eq=False):
         self.pump()
 
     def cancel(self, job: StoreJob) -> None:
-        """Begin nothing more of a cancelled job, and end its chunks that are not reserved yet."""
+        """Begin no further batch of a cancelled job, and end its chunks that are not reserved yet."""
         kept: deque[StoreRequest] = deque()
         first = self._next_chunk
         for request in self._queue:
@@ -264,17 +264,17 @@ class StoreQueue(msgspec.Struct, eq=False):
         self.pump()
 
     def reserves(self) -> list[int]:
-        """Numbers of the reserves of the present epoch whose extents this process may still write, commit or abort."""
+        """Numbers of the reserves of the current epoch whose extents this process may still write, commit or abort."""
         return [batch.seq for batch in self._batches if batch.seq and batch.epoch == self._link.epoch]
 
     def ready(self, max_reserved_bytes: int) -> None:
-        """Note that a server answers, and how many bytes this session may have reserved at a time."""
+        """A server answers; this session may have `max_reserved_bytes` reserved at a time."""
         self._max_reserved_bytes = max_reserved_bytes
 
     def pump(self) -> None:
         """Send reserves until as many batches are in flight as are allowed."""
         if self._pumping:
-            return  # `_pump` is running further up the stack, and its loop goes on
+            return  # `_pump` is running further up the stack, and its loop continues
         self._pumping = True
         try:
             self._pump()
@@ -297,12 +297,12 @@ class StoreQueue(msgspec.Struct, eq=False):
             self._reserve(batch)
 
     def close(self) -> None:
-        """Reserve nothing more; batches under way go on until they end or their reserve fails."""
+        """Stop reserving; batches under way continue until they end or their reserve fails."""
         self._closing = True
         self._empty()
 
     def give_up(self) -> None:
-        """Settle every chunk that waits for the server, which is silent or lost. Copies that run go on to their end."""
+        """Settle every chunk that waits for the server, which is silent or lost. Running copies continue."""
         self._empty()
         for batch in self._batches:
             self._settle(batch, batch.unsettled, StoreOutcome.FAILED)
@@ -358,7 +358,7 @@ class StoreQueue(msgspec.Struct, eq=False):
         self._withdraw(batch, StoreOutcome.UNAVAILABLE)
 
     def _withdraw(self, batch: Batch, outcome: StoreOutcome) -> None:
-        """End a batch of which nothing was gathered, and cancel its reserve if the reserve was sent."""
+        """End a batch before any chunk was gathered, and cancel its reserve if it was sent."""
         batch.asked = None
         if batch.seq:
             batch.state = BatchState.UNDOING
@@ -512,7 +512,7 @@ class StoreQueue(msgspec.Struct, eq=False):
             self._settle(batch, lost, StoreOutcome.FAILED)
 
     def _abort(self, batch: Batch, indices: list[int], *, last: bool) -> None:
-        """Give back extents that no copy touches any more; with `last` the answer ends the batch."""
+        """Abort extents that no copy touches any more; with `last` the answer ends the batch."""
         reservation = batch.seq
 
         def ended(_: object) -> None:

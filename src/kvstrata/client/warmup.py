@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 STEP_BYTES = 32 << 20
 FIRST_WAIT_S = 0.1
 WALKS = 10
-"""The last walk begins about 50 s after the first; pages that are missing then are mapped by the copies themselves."""
+"""Number of walks; the last begins about 50 s after the first.  Copies themselves map pages that are missing then."""
 NICENESS = 10
 
 
@@ -34,10 +34,10 @@ class PageWarmer:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.mapped_bytes = 0
-        """Bytes of the present mapping that are mapped ahead of use."""
+        """Bytes of the current mapping that are mapped ahead of use."""
 
     def warm(self, mapping: Mapping) -> None:
-        """Begin to map this mapping's pages, in the background; the walk over an earlier mapping stops."""
+        """Begin to map this mapping's pages in the background, and stop the walk over an earlier mapping."""
         self._stop.set()
         self._stop = threading.Event()
         self._thread = threading.Thread(
@@ -49,7 +49,7 @@ class PageWarmer:
         """Does nothing: the walk keeps no mapping alive, so it ends by itself."""
 
     def stop(self) -> None:
-        """Map nothing more ahead of use."""
+        """Stop mapping ahead of use."""
         self._stop.set()
 
     def close(self, timeout_s: float) -> None:
@@ -59,7 +59,7 @@ class PageWarmer:
             self._thread.join(timeout_s)
 
     def stats(self) -> dict[str, int | float | str]:
-        """Counters and present state."""
+        """Counters and current state."""
         return {"mapped_ahead_bytes": self.mapped_bytes}
 
     def _run(self, mapping: Callable[[], Mapping | None], stop: threading.Event) -> None:

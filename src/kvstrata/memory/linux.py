@@ -109,7 +109,7 @@ def byte_locker(fd: int, byte: int, length: int = 1) -> int | None:
 
 
 def has_hung_up(sock: socket.socket) -> bool:
-    """Whether the other process has closed its end of a connection, also while messages of it are unread."""
+    """Whether the other process has closed its end of a connection, even while messages from it are unread."""
     poll = select.poll()
     poll.register(sock, select.POLLRDHUP)
     return bool(poll.poll(0))
@@ -121,7 +121,7 @@ def open_again(fd: int, flags: int) -> int:
 
 
 def close_all(fds: list[int]) -> None:
-    """Close descriptors; those that are closed already do no harm."""
+    """Close descriptors, ignoring those that are closed already."""
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)
@@ -158,7 +158,7 @@ def _memfd_create(name: str, flags: int) -> int:
 
 
 def seal_size(fd: int) -> None:
-    """Seals the size of a memfd for all processes, so that no access to a mapping can fall past its end."""
+    """Seal the size of a memfd for all processes, so that no access to a mapping can fall past its end."""
     fcntl.fcntl(fd, ADD_SEALS, SEAL_SHRINK | SEAL_GROW | SEAL_SEAL)
 
 
@@ -166,7 +166,7 @@ def seal_size(fd: int) -> None:
 
 
 def set_memory_policy(policy: int, nodes: list[int]) -> None:
-    """set_mempolicy: choose the nodes of memory that this thread, and those that it starts later, get from now on."""
+    """set_mempolicy: choose the memory nodes for future allocations of this thread and the threads that it starts."""
     mask = array.array("Q", bytes(MAX_NODES // 8))
     for node in nodes:
         mask[node // 64] |= 1 << node % 64
@@ -202,7 +202,7 @@ class PidfdSubject(NamedTuple):
 
     pid: int
     thread: bool
-    """Made with PIDFD_THREAD: it becomes readable when one thread ends, not the process."""
+    """Whether it was made with PIDFD_THREAD: it becomes readable when one thread ends, not the process."""
 
 
 def pidfd_subject(fd: int) -> PidfdSubject | None:
@@ -245,7 +245,7 @@ def socket_pidfd(sock: socket.socket) -> int | None:
 
 
 def connect(sock: socket.socket, path: str, timeout_s: float) -> None:
-    """Connects a unix socket, waiting while the other side's queue of connections is full. Raises TimeoutError.
+    """Connect a unix socket, waiting while the other side's queue of connections is full. Raises TimeoutError.
 
     A socket with a Python timeout would not wait: to the kernel it is non-blocking, and a full queue is an error.
     """

@@ -19,15 +19,15 @@ from kvstrata.errors import ConfigError
 
 RPC_SOCKET = "rpc.sock"
 PEER_SOCKET = "peers.sock"
-"""Where instances of this host read records (p2p/serving.py)."""
+"""Name of the socket on which instances of this host read records (p2p/serving.py)."""
 PID_FILE = "server.pid"
 LESSONS = "lessons"
-"""What the eviction policy learnt (`Pool.lessons`), for the next server."""
+"""Name of the file with the eviction policy's learnt state (`Pool.lessons`), for the next server."""
 CLAIMS = "claims"
-"""The claims on chunks of L1 (server/claims.py), for the next server."""
+"""Name of the file with the claims on chunks of L1 (server/claims.py), for the next server."""
 
 MAX_SOCKET_PATH_BYTES = 100
-"""The kernel allows 107 bytes; the others are spare for longer names."""
+"""Maximum length of a socket's path; the kernel allows 107 bytes, and the rest is spare for longer names."""
 SHM_ROOT = Path("/dev/shm")
 
 _INSTANCE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -39,8 +39,8 @@ def socket_dir(
     """The instance's socket directory as an absolute path: `setting` (`~` expanded) or the default for `port`.
 
     The default is `$XDG_RUNTIME_DIR/kvstrata-<uid>/<port>`, or the same under /tmp (`config.private_dir.run_dir`).
-    Nothing is created.  Raises ConfigError if the socket in it would have too long a path, if `~` cannot be expanded,
-    or for a relative value of the variable.
+    Creates nothing.  Raises ConfigError if the socket's path would be too long, if `~` cannot be expanded, or if the
+    variable's value is a relative path.
     """
     if setting is None or not os.fspath(setting):
         directory = run_dir(environ) / str(port)
@@ -60,7 +60,7 @@ def socket_dir(
 def socket_dirs(
     setting: str | os.PathLike[str] | None, port: int, environ: Mapping[str, str] = os.environ
 ) -> list[Path]:
-    """Where a client looks for the sockets: in `setting` alone, or in each default place for `port`, its own first.
+    """The directories where a client looks for the sockets: `setting`, or all defaults for `port`, its own first.
 
     Raises ConfigError as `socket_dir`.
     """

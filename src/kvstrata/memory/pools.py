@@ -40,25 +40,25 @@ from kvstrata.process.keeper import POOL_BYTE
 
 _FILES = (INDEX, EXTENTS, SESSIONS_LOCK)
 _DEPTH = 2
-"""How deep below a root pools are looked for: a server's folder, and one above it."""
+"""Depth below a root at which pools are searched: a server's folder, and one above it."""
 _MOST_PIDS = 4
 _NEVER_S = 1e9
-"""Age of a heartbeat that never was."""
+"""A heartbeat age from which on no server has ever written a heartbeat."""
 
 
 class FoundPool(NamedTuple):
-    """One pool, as it was a moment ago."""
+    """One pool and its state when it was found."""
 
     place: Path
     """The folder of its files."""
     memory_bytes: int
-    """Memory that its files take now."""
+    """Memory that its files use."""
     age_s: float
     """Time since it was made."""
     idle_s: float | None
     """Time since the last heartbeat of a server; None: unknown."""
     owners: list[str]
-    """The processes that own it, for people; empty: it may be freed."""
+    """Descriptions of the processes that own it; empty: it may be freed."""
 
 
 class _Descriptors(NamedTuple):
@@ -73,7 +73,7 @@ def find_pools(roots: Sequence[Path] = (SHM_ROOT,)) -> list[FoundPool]:
 
 
 def pool_at(folder: Path) -> FoundPool | None:
-    """The pool whose files are in this folder; None if they are not, or go away meanwhile."""
+    """The pool whose files are in this folder; None if there is none or it is removed meanwhile."""
     with contextlib.ExitStack() as stack:
         try:
             fds = _open_files(folder, stack)
@@ -87,11 +87,11 @@ def pool_at(folder: Path) -> FoundPool | None:
 def free(folder: Path) -> FoundPool:
     """Free the pool whose files are in `folder`; returns what was freed.
 
-    Raises SegmentError if it is owned or if no pool is there, ConfigError if the folder is not ours alone; then nothing
-    was freed.
+    Raises SegmentError if it is owned or the folder has no pool, ConfigError if other users may write to the folder;
+    then nothing was freed.
     """
     check_private_dir(folder, "POOL")
-    # The lock ends before the files are closed, with which the memory goes: that may take a second.
+    # The lock ends before the files are closed, since closing them frees the memory, which may take a second.
     with contextlib.ExitStack() as files, contextlib.ExitStack() as locks:
         fds = _lock(folder, files, locks)
         _refuse_owned(folder, _sharers(fds.sessions_fd))
@@ -103,10 +103,10 @@ def free(folder: Path) -> FoundPool:
 def _lock(folder: Path, files: contextlib.ExitStack, locks: contextlib.ExitStack) -> _Descriptors:
     """Lock the index of a pool and open its files, each until its stack ends.
 
-    Raises SegmentError if a server has the pool, or if no pool is there.
+    Raises SegmentError if a server has the pool, or if the folder has no pool.
     """
     with contextlib.ExitStack() as looked:
-        _open_pool(folder, looked)  # the next line would make an index
+        _open_pool(folder, looked)  # raises if there is no pool, where the next line would make an index
     try:
         index, fresh = open_locked_index(folder)
     except SegmentError:
@@ -193,7 +193,7 @@ def _found(place: Path, fds: _Descriptors, owners: list[str]) -> FoundPool:
     return FoundPool(
         place,
         sum(os.fstat(fd).st_blocks * 512 for fd in (fds.index_fd, fds.extents_fd)),
-        # Nobody ever writes to this file.
+        # This file is never written to.
         max(0.0, time.time() - os.fstat(fds.sessions_fd).st_mtime),
         idle_s,
         owners,

@@ -56,7 +56,7 @@ from kvstrata.process.keeper import NOT_RESTARTED, Restarts, hold_pool
 _log = logging.getLogger(__name__)
 
 _HOSTS_END_S = 2.0
-"""Longest wait for adapter hosts that the kernel kills together with their server."""
+"""Maximum wait for adapter hosts that the kernel kills together with their server."""
 
 
 class Descriptors(NamedTuple):
@@ -70,7 +70,7 @@ class Descriptors(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """One segment's descriptors as the server uses them. The lock is on `index_fd`."""
+    """The server's descriptors of one segment. The lock is on `index_fd`."""
 
     index_fd: int
     extents_fd: int
@@ -109,9 +109,9 @@ class Segment:
     def open(cls, settings: SegmentSettings, restarts: Restarts = NOT_RESTARTED) -> Segment:
         """Adopt the segment that an earlier server left, if it fits, or make one.  Blocks for milliseconds.
 
-        `restarts`: what the keeper says, which learns of the segment.  Raises ConfigError for an impossible size or
-        directory, SegmentError when another server has the segment or the socket directory (naming its pid), or when
-        the kernel refuses memory or files.
+        `restarts`: the connection to the keeper, which is told of the segment.  Raises ConfigError for an impossible
+        size or directory, SegmentError when another server has the segment or the socket directory (naming its pid), or
+        when the kernel refuses memory or files.
         """
         check_size(settings)
         make_private_dir(settings.socket_dir, "socket_dir")
@@ -140,7 +140,7 @@ class Segment:
         return segment
 
     def _keep(self) -> bool:
-        """Have the keeper keep the files open for the next server. Returns False if it does not, or there is none."""
+        """Have the keeper keep the files open for the next server. Returns False if it cannot or does not exist."""
         fds = (self._parts.sessions_lock_fd, self._parts.index_fd, self._parts.extents_fd)
         return hold_pool(self._restarts, [f"/proc/{os.getpid()}/fd/{fd}" for fd in fds])
 
@@ -158,19 +158,19 @@ class Segment:
         os.close(before)
 
     def paths(self) -> list[Path]:
-        """Of its files; none if they are memfds."""
+        """The paths of its files; empty if they are memfds."""
         if self.backing == "memfd":
             return []
         return [self._settings.directory / name for name in (INDEX, EXTENTS, SESSIONS_LOCK)]
 
     def files_are_gone(self) -> bool:
-        """Whether somebody has removed or replaced its files."""
+        """Whether its files were removed or replaced."""
         return self.backing == "files" and [path_id(path) for path in self.paths()] != list(
             map(linux.file_id, self._parts)
         )
 
     def hold(self) -> None:
-        """Have the keeper keep the segment, whose files were removed. Raises SegmentError if none does."""
+        """Have the keeper keep the segment, whose files were removed. Raises SegmentError if no keeper does."""
         if not self._keep():
             raise SegmentError(
                 f"the files of L1 in {str(self._settings.directory)!r} were removed", field="l1.segment_dir"
@@ -248,7 +248,7 @@ def _find(settings: SegmentSettings, restarts: Restarts) -> _Found:
 
 
 def _adopt(parts: _Parts, settings: SegmentSettings) -> Pool | str:
-    """The pool in existing descriptors, or why it does not fit."""
+    """The pool in existing descriptors, or the reason why it cannot be adopted."""
     host = _host_left(parts.sessions_lock_fd)
     if host is not None:
         return f"an adapter host of the previous server, process {host}, has not ended"
@@ -273,7 +273,7 @@ def _adopt(parts: _Parts, settings: SegmentSettings) -> Pool | str:
 
 
 def _lessons(settings: SegmentSettings) -> bytes:
-    """What the policy of an earlier server learnt, empty if there is nothing usable."""
+    """The learnt state of an earlier server's policy; empty if it is missing or unusable."""
     path = settings.socket_dir / LESSONS
     try:
         lessons = path.read_bytes()
@@ -349,7 +349,7 @@ def _adopt_or_make_files(settings: SegmentSettings) -> _Found | str:
         parts = _Parts(index, os.open(directory / EXTENTS, flags, 0o600), -1)
         parts = parts._replace(sessions_lock_fd=os.open(directory / SESSIONS_LOCK, flags, 0o600))
         pool = _create(parts, settings)
-    except _NoRoom as error:  # another process took the memory since we looked
+    except _NoRoom as error:  # another process took the memory after the check
         remove_own(directory)
         linux.close_all(list(parts or [index]))
         return str(error)

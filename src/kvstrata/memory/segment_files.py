@@ -27,7 +27,7 @@ HOSTS_BYTE = 1 << 20
 POOL_BYTE of process/keeper.py."""
 MOST_TRIES = 100
 LOCK_WAIT_S = 0.5
-"""Longest wait for the lock of an index: `kvstrata ctl pool free` has it for some milliseconds."""
+"""Maximum wait for the lock of an index: `kvstrata ctl pool free` holds it for some milliseconds."""
 
 
 def lock_instance(socket_dir: Path) -> int:
@@ -77,7 +77,7 @@ def open_locked_index(directory: Path) -> tuple[int, bool]:
             except FileNotFoundError:
                 continue
             if made is None:
-                continue  # another starting server was faster; look at its index
+                continue  # another starting server was faster; try its index
             return made, True
         if not lock_soon(fd):
             os.close(fd)
@@ -92,14 +92,14 @@ def open_locked_index(directory: Path) -> tuple[int, bool]:
 
 
 def make_segment_dir(directory: Path) -> None:
-    """Make the directory of a segment, also while `kvstrata ctl pool free` removes it. Raises ConfigError."""
+    """Make the directory of a segment, even while `kvstrata ctl pool free` removes it. Raises ConfigError."""
     for left in reversed(range(MOST_TRIES)):
         try:
             make_private_dir(directory, "segment")
             return
         except ConfigError as error:
-            # A name for the error that outlives this block would keep the callers' frames, and with them the lock of a
-            # closed pool, until the next garbage collection.
+            # A variable that keeps the error beyond this block would keep the callers' frames alive, and with them the
+            # lock of a closed pool, until the next garbage collection.
             if not left or not isinstance(error.__cause__, FileNotFoundError):
                 raise
 

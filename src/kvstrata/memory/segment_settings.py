@@ -26,21 +26,21 @@ _UNLIMITED = 1 << 60
 
 
 class MemoryLimit(NamedTuple):
-    """The smallest bound found, and where it comes from (for messages)."""
+    """The lowest limit found, and its source (for messages)."""
 
     limit_bytes: int
     source: str
 
 
 def memory_limit(root: Path = Path("/")) -> MemoryLimit:
-    """The least of physical memory and the memory limits of our cgroup and its ancestors (v1, v2)."""
+    """The minimum of physical memory and the memory limits of our cgroup and its ancestors (v1, v2)."""
     limits = [MemoryLimit(meminfo_bytes(root / "proc/meminfo", "MemTotal"), "this machine's memory")]
     limits += _cgroup_limits(root)
     return min(limits)
 
 
 def cgroup_limit_bytes(root: Path = Path("/")) -> int:
-    """The least limit of our cgroup and its ancestors; 0: no limit."""
+    """The lowest limit of our cgroup and its ancestors; 0: no limit."""
     return min((limit.limit_bytes for limit in _cgroup_limits(root)), default=0)
 
 
@@ -69,7 +69,7 @@ def huge_pages(root: Path = Path("/")) -> HugePages:
 
 
 def meminfo_bytes(path: Path, field: str) -> int:
-    """One amount out of /proc/meminfo, or out of a node's meminfo, which puts `Node 0` before the name.
+    """One field of /proc/meminfo, or of a node's meminfo, whose lines begin with `Node 0`.
 
     Raises OSError, and ValueError if the file has no such field.
     """
@@ -148,14 +148,14 @@ class SegmentSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.entry_capacity or derived
 
     def needed_bytes(self) -> int:
-        """Memory that L1 and index take once all their pages are touched."""
+        """Bytes of memory that L1 and its index use when all their pages are touched."""
         return self.extents_bytes + _INDEX_BYTES + self.entries() * _INDEX_BYTES_PER_ENTRY
 
 
 def check_size(settings: SegmentSettings, processes_bytes: int = 0) -> None:
     """Raises ConfigError for a size of L1 that is invalid for a pool, MachineUnfit if memory or cgroup is smaller.
 
-    `processes_bytes`: memory that the server and its adapter hosts take beside the segment.
+    `processes_bytes`: memory that the server and its adapter hosts use besides the segment.
     """
     size = settings.extents_bytes
     if size < MIN_EXTENTS_BYTES or size % 4096:
@@ -185,7 +185,7 @@ def check_size(settings: SegmentSettings, processes_bytes: int = 0) -> None:
 def check_huge_pages(settings: SegmentSettings, *, wait: bool) -> None:
     """Raises SegmentError if the machine's reserve of huge pages is smaller than L1.
 
-    `wait`: for a moment, since the keeper is about to give back an earlier segment.
+    `wait`: retry for a moment, since the keeper is about to free an earlier segment.
     """
     ends_s = time.monotonic() + (_GIVEN_BACK_S if wait else 0.0)
     reserve, needed = huge_pages(), settings.extents_bytes // HUGE_PAGE_BYTES
@@ -205,7 +205,7 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def nodes_of(setting: str, root: Path = _NODES) -> list[int]:
-    """The nodes that `interleave` or a node's number means here. Raises ConfigError, MachineUnfit."""
+    """The nodes that `setting` (`interleave` or a node's number) selects. Raises ConfigError, MachineUnfit."""
     nodes = sorted(int(node.name[4:]) for node in root.glob("node[0-9]*"))
     if setting == "interleave" and nodes:
         return nodes
@@ -223,7 +223,7 @@ def nodes_of(setting: str, root: Path = _NODES) -> list[int]:
 
 
 def place_memory(setting: str) -> None:
-    """Let the kernel place this process's memory so. Raises SegmentError if it refuses, and as `nodes_of`."""
+    """Set the kernel's memory policy of this process. Raises SegmentError if the kernel refuses, and as `nodes_of`."""
     if setting == "default":
         return
     policy = linux.MPOL_INTERLEAVE if setting == "interleave" else linux.MPOL_PREFERRED

@@ -63,16 +63,16 @@ from kvstrata.types import LayoutIdentity, Role
 logger = logging.getLogger("vllm.kvstrata")
 
 USUAL_BATCHES = 10_000
-"""Batches of KV events that vLLM keeps by default. Where it keeps none, its cache is told as slowly as with these."""
+"""vLLM's default number of kept event batches; it sets the pace of re-announcements if vLLM keeps none."""
 READ_S = 0.5
-"""An engine in process waits so long at the end of a request for copies from the request's blocks."""
+"""Maximum time that an in-process engine waits, at a request's end, for copies from the request's blocks."""
 OUR_PREFIXES = ("kvstrata.", "lmcache.")
 _WORKERS: WeakValueDictionary[bytes, WorkerSide] = WeakValueDictionary()
 """The workers of this process, by engine."""
 
 
 def log_like_vllm() -> None:
-    """Let our library's log lines go where vLLM's go. If vLLM's logger has no handler, both leave that to the root."""
+    """Send our library's log lines to vLLM's log handlers. If vLLM's logger has none, both use the root's."""
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("kvstrata")
     if theirs.handlers and not ours.handlers:
         for handler in theirs.handlers:
@@ -98,7 +98,7 @@ class Setup(NamedTuple):
         states = group.rule is Rule.STATE_AT
         specs = layer_specs(self.kv_cache_config.kv_cache_groups[group.number]) if states else []
         return heads_of(
-            # A state is cut into a part for each rank, or each rank has all of it.
+            # A state is split into a part for each rank, or each rank has all of it.
             total_kv_heads=parallel.tensor_parallel_size if states else model.get_total_num_kv_heads(),
             mla=all(spec.tp_replicated for spec in specs) if states else bool(model.use_mla),
             layers=tuple(model.get_layers_start_end_indices(parallel)),
@@ -166,7 +166,7 @@ def outer_transfer(vllm_config: VllmConfig) -> Any:
 
 
 def misplaced_notes(vllm_config: VllmConfig) -> list[str]:
-    """Lines to log about settings of ours that stand in the configuration of `MultiConnector`, where nobody reads them.
+    """Lines to log about settings of ours in the configuration of `MultiConnector`, where they have no effect.
 
     Call it only while the connector is made.
     """
@@ -256,14 +256,14 @@ def store_late(setup: Setup, client: CacheClient) -> Callable[[], bool] | None:
         reason = "vLLM's prefix caching is off, so it keeps no KV of ended requests"
     if reason and wanted == "late":
         logger.warning("store: 'late' has no effect in this engine, chunks are stored at once: %s", reason)
-    # An engine that only prefills computes for others, which find nothing in its own cache.
+    # An engine that only prefills computes for others, which cannot use its own cache.
     if reason or wanted == "commit" or (wanted == "auto" and not config.kv_transfer_config.is_kv_consumer):
         return None
     return LateWhileSmall(client.sizes) if wanted == "auto" else lambda: True
 
 
 def own_kv_bytes(setup: Setup) -> int:
-    """The bytes that the chunks in this engine's own cache would take in L1, with all its windows and states."""
+    """Bytes that the chunks in this engine's own cache would take in L1, with all windows and states."""
     if whole_hits(setup.groups):
         tensors = setup.kv_cache_config.kv_cache_tensors
         return int(sum(one.size for one in tensors) * setup.vllm_config.parallel_config.world_size)
@@ -272,7 +272,7 @@ def own_kv_bytes(setup: Setup) -> int:
 
 
 def stored_chunk_bytes(setup: Setup) -> int:
-    """The bytes of a chunk that one worker moves."""
+    """Bytes of a chunk that one worker copies."""
     group = setup.kv_cache_config.kv_cache_groups[0]
     return chunk_bytes(group, setup.groups[0].record_blocks) // (2 if setup.settings.fidelity == "fp8" else 1)
 
@@ -290,7 +290,7 @@ def _read_here(setup: Setup, request_id: str) -> bool:
 
 
 def own_cache(setup: Setup, block_pool: Callable[[], Any]) -> OwnCache | None:
-    """What is told again of vLLM's own cache; None if vLLM publishes nothing, or of no group. See BlockPins."""
+    """The re-announcer of vLLM's own cache; None if vLLM publishes no events, or for no group. See BlockPins."""
     events = setup.vllm_config.kv_events_config
     number = told_group(setup.groups)
     if events is None or not events.enable_kv_cache_events or events.publisher != "zmq" or number is None:
@@ -322,7 +322,7 @@ def _event_maker(setup: Setup) -> EventMaker:
 
 
 def check_grouped(groups: Sequence[CacheGroup], settings: ClientSettings, vllm_config: VllmConfig) -> None:
-    """Raises ConfigError for what is not supported in an engine whose KV has windows or states."""
+    """Raises ConfigError for settings that are not supported in an engine whose KV has windows or states."""
     if all(group.rule is Rule.PREFIX for group in groups):
         return
     if settings.fidelity == "fp8":
@@ -345,7 +345,8 @@ def _exists_one(paths: Sequence[Path]) -> bool:
 def worker_side(setup: Setup, kv_caches: dict[str, torch.Tensor], tp_rank: int) -> tuple[WorkerSide, bool]:
     """Make the worker's side for these tensors and start its client; returns the side, and `layers_ask` of its layers.
 
-    The tensors stay vLLM's and must outlive the side.  Raises ConfigError if their layout or device is not supported.
+    vLLM keeps owning the tensors, which must outlive the side.  Raises ConfigError if their layout or device is not
+    supported.
     """
     settings = setup.settings
     devices = {tensor.device for tensor in kv_caches.values()}
@@ -438,7 +439,7 @@ def _on_device(
     device: torch.device,
 ) -> tuple[CacheClient, Mover]:
     """Make client and mover for blocks in the memory of a GPU. Raises ConfigError if they cannot be copied."""
-    # Engines on the CPU must never load the driver.
+    # Engines on the CPU must not load the driver.
     from kvstrata.client.pinning import Pinner
     from kvstrata.connectors.device import DeviceMover, open_engine
 

@@ -52,7 +52,7 @@ else:
 
 
 def _or_off(neutral: Any) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Guards a method: an error turns the connector off, and the method is called again. `neutral`: see `guarded`."""
+    """Guards a method: an error turns the connector off, then the method is called again. `neutral`: see `guarded`."""
 
     def decorate(method: Callable[..., T]) -> Callable[..., T]:
         def again(self: LMCacheConnectorV1, *args: Any, **kwargs: Any) -> T:
@@ -79,7 +79,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     @guarded(None, lambda self, other: self)
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """The reports of both."""
+        """The reports of both objects."""
         return WorkerMetadata(self.reports + other.reports)
 
 
@@ -122,7 +122,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker, self._layers_ask = worker_side(self._setup, kv_caches, tp_rank)
 
     def unregister_kv_caches(self) -> None:
-        """Called before vLLM sleeps: end all copies. An exception goes to vLLM, because it prevents the sleep."""
+        """Called before vLLM sleeps: end all copies. An exception is passed to vLLM, because it prevents the sleep."""
         if self._worker is not None:
             self._worker.suspend()
 
@@ -139,7 +139,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_or_off(None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin loads, and let the forward pass wait for the synchronous ones, layer by layer if possible."""
+        """Begin loads, and make the forward pass wait for the synchronous ones, layer by layer if possible."""
         if self._worker is not None:
             # A fully captured graph is replayed without calls for its layers, and the calls for a draft model's layers
             # come from a graph of its own: in both cases all loads end first. Piecewise graphs make the calls.
@@ -153,7 +153,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_or_off(None)
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Let the layer wait for its load."""
+        """Make the layer wait for its load."""
         if self._worker is not None:
             self._worker.wait_layer(layer_name)
 
@@ -164,7 +164,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_or_off(None)
     def wait_for_save(self) -> None:
-        """End synchronous loads and begin stores, which go on in the background."""
+        """End synchronous loads and begin stores, which continue in the background."""
         if self._worker is not None:
             self._worker.start_stores()
 
@@ -178,7 +178,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_or_off(KVConnectorTransferResults())
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """As `get_finished`, and of the requests whose loads have ended, those of which a load failed."""
+        """Like `get_finished`, with those of the requests of which a load failed."""
         if self._worker is None:
             return KVConnectorTransferResults()
         return _results(self._worker, *self._worker.finished())
@@ -196,7 +196,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(None)
     def shutdown(self) -> None:
-        """Finish copies and messages within two seconds, and give leases back."""
+        """Finish copies and messages within two seconds, and release leases."""
         worker, self._worker = self._worker, None
         scheduler, self._scheduler = self._scheduler, None
         try:
@@ -210,7 +210,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: this is a cache, and a store that does not happen is just a later miss."""
+        """False: this is a cache, so a store that fails only causes a later miss."""
         return False
 
     @guarded(None, lambda self, request: self._scheduler.give_up(request))
@@ -221,7 +221,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded((0, False), lambda self, request, _: (self._scheduler.give_up(request), (0, False))[1])
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """(tokens that can be loaded, None if not known yet; whether they load asynchronously)"""
+        """(tokens that can be loaded, None if unknown yet; whether they load asynchronously)"""
         if self._scheduler is None:
             return 0, False
         return self._scheduler.matched_tokens(request, num_computed_tokens)
@@ -270,7 +270,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_or_off(False)
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM must go on stepping to hear of stores: pinned blocks, and events for routers, wait for it."""
+        """Whether vLLM must continue stepping to get the outcomes of stores, which unpin blocks and cause KV events."""
         return self._scheduler is not None and self._scheduler.awaits_news
 
     @_or_off(False)
@@ -311,7 +311,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KvstrataPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def _turn_off(self) -> None:
-        """After an error of ours: load and store nothing from now on, and only end what vLLM waits for."""
+        """After an error of ours: stop loading and storing, and only finish the operations that vLLM waits for."""
         if isinstance(self._worker, WorkerSide):
             self._worker = self._worker.turn_off()
         elif isinstance(self._scheduler, SchedulerSide):

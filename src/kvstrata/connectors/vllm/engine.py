@@ -20,15 +20,15 @@ from kvstrata.connectors.vllm.weights import WeightsVersion
 from kvstrata.errors import ConfigError
 
 SYNC_LOAD_BYTES = 256 << 20
-"""In mode `auto`, hits up to this size are loaded before the forward pass; a host copies this much in some 30 ms."""
+"""Maximum size of hits that mode `auto` loads before the forward pass; a host copies that in some 30 ms."""
 MakeEvent = Callable[[Sequence[int], bytes, Sequence[bytes], Any, int], Any]
-"""(tokens, parent key, keys, request, the first token's place in it) → vLLM's event that chunks were stored."""
+"""(tokens, parent key, keys, request, index of the first token) → vLLM's event that chunks were stored."""
 MakeRemoval = Callable[[Sequence[bytes]], Any]
 """Keys → vLLM's event that these chunks were removed."""
 
 
 class BlockPins:
-    """Blocks that stores read and that vLLM must not free meanwhile, by store. Belongs to the scheduler's thread."""
+    """Pins the blocks that stores read, so that vLLM does not free them. Belongs to the scheduler's thread."""
 
     def __init__(self, block_pool: Callable[[], Any] = lambda: None) -> None:
         """`block_pool()` is vLLM's BlockPool; None in an engine whose stores pin nothing."""
@@ -37,9 +37,9 @@ class BlockPins:
         """Store → its blocks, and how many workers may still read them."""
 
     def cached_tokens(self, request: Any, group: int) -> int:
-        """How many leading tokens of a request vLLM's own cache has, as far as a bisection of its blocks can tell.
+        """The number of leading tokens of a request in vLLM's own cache, estimated by bisection over its blocks.
 
-        vLLM loses the blocks of a prompt from the last one on, so one that it has is seldom behind one that it lacks.
+        vLLM evicts the blocks of a prompt from the last one on, so a cached block seldom follows an absent one.
         """
         pool = self.block_pool()
         if pool is None:
@@ -50,13 +50,13 @@ class BlockPins:
         return int(absent * pool.hash_block_size)
 
     def pin(self, store_id: int, blocks: Sequence[int], n_workers: int) -> None:
-        """Keep these blocks allocated, whether or not a request still has them, until no worker reads them."""
+        """Keep these blocks allocated, even if their request frees them, until no worker reads them."""
         pool = self.block_pool()
         pool.touch([pool.blocks[block] for block in blocks])
         self._pinned[store_id] = blocks, n_workers
 
     def read(self, store_id: int) -> None:
-        """Note that one more worker does not read the store's blocks any more; after the last, vLLM may free them."""
+        """One more worker has finished reading the store's blocks; after the last one, vLLM may free them."""
         blocks, left = self._pinned.pop(store_id, ((), 0))
         if left > 1:
             self._pinned[store_id] = blocks, left - 1
@@ -64,7 +64,7 @@ class BlockPins:
             self._unpin(blocks)
 
     def never_sent(self, store_id: int) -> None:
-        """Unpin the blocks of a store that no worker has got."""
+        """Unpin the blocks of a store that was sent to no worker."""
         blocks, _ = self._pinned.pop(store_id, ((), 0))
         self._unpin(blocks)
 
@@ -75,14 +75,14 @@ class BlockPins:
 
 
 class Engine(msgspec.Struct, eq=False):
-    """What the scheduler's side is told of its engine. Belongs to the scheduler's thread."""
+    """The facts about the engine that the scheduler's side needs. Belongs to the scheduler's thread."""
 
     client: CacheClient
     """The caller starts it; `SchedulerSide.close` closes it."""
     settings: ClientSettings
     groups: Sequence[CacheGroup]
     chunk_bytes: int
-    """Bytes that one worker moves per chunk."""
+    """Bytes that one worker copies per chunk."""
     world_size: int
     """Number of workers that report."""
     weights: WeightsVersion
@@ -90,31 +90,31 @@ class Engine(msgspec.Struct, eq=False):
     """Returns an object that vLLM replaces when it empties its own cache."""
     may_load: bool = True
     may_store: bool = True
-    """By vLLM's kv_role; false for both once a worker has stopped copying."""
+    """Whether vLLM's kv_role allows it; `may_load` and `may_store` are false once a worker has stopped copying."""
     name: str = ""
-    """Names this start of the engine."""
+    """Unique name of this run of the engine."""
     media_are_counted: bool = False
-    """vLLM's identifiers of media are not hashes of their content."""
+    """Whether vLLM's identifiers of media are numbers, not hashes of their content."""
     lookahead_tokens: int = 0
-    """The layout's."""
+    """`lookahead_tokens` of the layout."""
     sync_load_bytes: int = SYNC_LOAD_BYTES
     recomputes: bool = False
-    """vLLM computes blocks that a load did not fill (`kv_load_failure_policy`), instead of failing the request."""
+    """Whether vLLM computes blocks that a load did not fill (`kv_load_failure_policy`), or else fails the request."""
     events: MakeEvent | None = None
     removal: MakeRemoval | None = None
     server_seen: Callable[[], bool] = lambda: False
     """Whether a server seems to run."""
     pins: BlockPins = msgspec.field(default_factory=BlockPins)
     store_late: Callable[[], bool] | None = None
-    """Whether chunks that are complete now are stored when vLLM is about to reuse their blocks, and not at once. None:
-    never, as in an engine with windows or states."""
+    """Whether chunks that are complete now are stored only when vLLM is about to reuse their blocks. None: never, as in
+    an engine with windows or states."""
     shares_l1: Callable[[], bool] = lambda: False
     """Whether other engines are known to use the same server."""
     step_tokens: int = 0
     """Maximum number of tokens that a step computes."""
     read_here: Callable[[str], bool] = lambda request_id: False
-    """Waits a moment until the worker, in the same process, reads no block of a request for a store any more; returns
-    whether that is so."""
+    """Waits a moment for the worker, in the same process, to finish reading a request's blocks for stores; returns
+    whether it has finished."""
     now: Callable[[], float] = time.monotonic
 
     @property
@@ -124,7 +124,7 @@ class Engine(msgspec.Struct, eq=False):
 
     @property
     def exact(self) -> bool:
-        """A hit ends with a chunk and is loaded as a whole, asynchronously."""
+        """Whether a hit must end with a chunk and is loaded as a whole, asynchronously."""
         return whole_hits(self.groups)
 
 
@@ -160,7 +160,7 @@ def check_steps(vllm_config: Any, load_mode: str) -> None:
     """Raises ConfigError for an engine whose steps this connector cannot follow, or whose `load_mode` is not safe."""
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and vllm_config.speculative_config is not None and not vllm_config.use_v2_model_runner:
-        # In all stages but the last, that runner does not call wait_for_save in steps that compute: nothing would be
+        # In all stages but the last, that runner does not call wait_for_save in steps that compute: no chunk would be
         # stored, and the blocks of finished requests would stay allocated forever.
         raise ConfigError(
             f"speculative_config: speculative decoding with pipeline_parallel_size {stages} on vLLM's V1 model runner "
@@ -189,7 +189,7 @@ def may_load_synchronously(vllm_config: Any) -> bool:
 
 
 def no_load_reason(vllm_config: Any) -> str:
-    """Why this engine must load nothing, though it may store; "" if it may load.
+    """Why this engine must not load, though it may store; "" if it may load.
 
     Routed experts are returned for each token of the prompt; only the engine that computed a token knows its experts.
     """

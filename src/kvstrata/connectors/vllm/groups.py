@@ -31,7 +31,7 @@ STATES = ("MambaSpec",)
 
 
 class Rule(enum.StrEnum):
-    """What a hit needs of a group; see the module."""
+    """Which tokens of a group a hit needs; see the module."""
 
     PREFIX = "prefix"
     LAST_WINDOW = "last_window"
@@ -46,13 +46,13 @@ class CacheGroup(NamedTuple):
     rule: Rule
     block_tokens: int
     chunk_blocks: int
-    """Blocks of the table that a chunk covers."""
+    """Number of the table's blocks that a chunk covers."""
     record_blocks: int
-    """The last blocks of these that a record holds."""
+    """Number of these blocks, from the chunk's end, that a record holds."""
     span: int
-    """How many of a hit's last chunks are needed; 0: all."""
+    """How many of a hit's last chunks the group needs; 0: all."""
     window_tokens: int = 0
-    """Tokens of the window, for LAST_WINDOW."""
+    """Size of the window in tokens, for LAST_WINDOW."""
 
     @property
     def chunk_tokens(self) -> int:
@@ -60,8 +60,8 @@ class CacheGroup(NamedTuple):
         return self.block_tokens * self.chunk_blocks
 
     def blocks_of(self, chunk: int, tail_tokens: int = 0) -> range:
-        """The indices, in the group's block table, of the blocks that the record of this chunk holds, or that of a
-        tail of it."""
+        """The indices, in the group's block table, of the blocks in the record of this chunk, or of its tail of
+        `tail_tokens`."""
         if tail_tokens:
             return range(
                 chunk * self.chunk_blocks, chunk * self.chunk_blocks + tail_tokens // self.block_tokens
@@ -84,10 +84,10 @@ def whole_group(block_tokens: int, chunk_tokens: int, number: int = 0) -> CacheG
 
 
 def whole_hits(groups: Sequence[CacheGroup]) -> bool:
-    """Whether a hit is of use only as a whole: it ends with a chunk, and if a part cannot be loaded, none is used.
+    """Whether a hit is useful only as a whole: it must end with a chunk, and if a part cannot be loaded, none is used.
 
-    A part of a hit is of use only if all KV is of one group of full attention; for other engines vLLM is told of
-    requests that could not be loaded, not of blocks, and only of asynchronous loads.
+    A partial hit is useful only if all KV is in one group with full attention.  In other engines vLLM accepts failures
+    of whole requests, not of blocks, and only of asynchronous loads.
     """
     return len(groups) > 1 or groups[0].rule is not Rule.PREFIX
 
@@ -101,8 +101,8 @@ def layer_specs(group: Any) -> list[Any]:
 def read_groups(groups: Sequence[Any], chunk_tokens: int, default_tokens: int) -> list[CacheGroup]:
     """The groups of `KVCacheConfig.kv_cache_groups`. Raises ConfigError for a group that is not supported.
 
-    `chunk_tokens` is the configured size of a chunk.  If it does not suit all groups, and is the default
-    (`default_tokens`), another one is chosen; otherwise ConfigError names sizes that would do.
+    `chunk_tokens` is the configured size of a chunk.  If it does not fit all groups, and is the default
+    (`default_tokens`), another size is chosen; otherwise ConfigError names possible sizes.
     """
     if not groups:
         raise ConfigError("kv_cache_groups: vLLM announces no KV cache", field="kv_cache_groups")
@@ -126,7 +126,7 @@ def _rule(number: int, group: Any) -> tuple[Rule, int]:
         if kind in FULL:
             found.add((Rule.PREFIX, 0))
         elif kind in WINDOWS:
-            # Drafts that read several tokens back keep so many more tokens than the window.
+            # Draft layers that read several tokens back retain that many more tokens than the window.
             extra = int(getattr(spec, "extra_retained_tokens", 0))
             found.add((Rule.LAST_WINDOW, int(getattr(spec, WINDOWS[kind])) + extra))
         else:
@@ -174,9 +174,9 @@ def _check_layer(number: int, kind: str, spec: Any) -> None:
 def suitable_chunk(chunk_tokens: int, default_tokens: int, blocks: Sequence[int], *, exact: bool) -> int:
     """The size of a chunk: a multiple of every group's block; with `exact`, the smallest one.
 
-    `chunk_tokens` is what is configured.  If it does not suit and is the default, another one is chosen, else
-    ConfigError names one that would do.  vLLM keeps states at multiples of the smallest one, and a hit must end where a
-    state was kept.
+    `chunk_tokens` is the configured size.  If it does not fit and is the default, another size is chosen, else
+    ConfigError names a possible one.  vLLM keeps states at multiples of the smallest size, and a hit must end at a kept
+    state.
     """
     smallest = math.lcm(*blocks)
     if not chunk_tokens % smallest and not (exact and chunk_tokens != smallest):

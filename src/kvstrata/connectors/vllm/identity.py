@@ -35,24 +35,24 @@ from collections.abc import Collection
 from pathlib import Path
 
 FOLDER_FORMATS = ("auto", "hf", "safetensors", "pt", "npcache", "mistral", "fastsafetensors", "instanttensor")
-"""Load formats that read the weight files which lie in the model's folder, and nothing else."""
+"""Load formats that read only the weight files in the model's folder."""
 
 _MODEL = (
-    # Named by the identity otherwise, or read: the files, and the configuration of the model.
+    # The identity has these in another form, or has the content of the files and of the model's configuration.
     *("model", "revision", "hf_config", "hf_text_config", "hf_config_path", "config_format"),
     *("is_submodel_config", "word_embeddings_untied_by_checkpoint", "multimodal_config"),
-    # Decide which tokens a request has, and the tokens are in the keys.
+    # These decide which tokens a request has, and the tokens are in the keys.
     *("tokenizer", "tokenizer_revision", "skip_tokenizer_init"),
-    # Decide what is done with the model's output.
+    # These decide how the model's output is used.
     *("max_logprobs", "logprobs_mode", "return_sampling_mask", "use_fp64_gumbel", "enable_trace_replay"),
     *("generation_config", "override_generation_config", "logits_processors", "pooler_config", "seed"),
     "enable_return_routed_experts",
-    # How much is served, to whom, and how memory is managed. `max_model_len`: see `has_long_rope`.
+    # These are limits, names, access, and memory management. `max_model_len`: see `has_long_rope`.
     *("max_model_len", "spec_target_max_model_len", "served_model_name", "hf_token"),
     *("allowed_local_media_path", "allowed_media_domains", "renderer_num_workers", "enable_prompt_embeds"),
     *("enable_sleep_mode", "sleep_preserve_parameter_names", "sleep_mode_backend"),
     *("sleep_mode_offload_cudagraph", "enable_nccl_comm_suspend", "enable_cumem_allocator"),
-    # Kernels of one computation, and what vLLM warns of.
+    # These choose kernels of one computation, or only cause warnings.
     *("enforce_eager", "disable_cascade_attn", "allow_deprecated_quantization"),
 )
 HARMLESS: dict[str, Collection[str]] = {
@@ -92,11 +92,11 @@ _VOLATILE = (
     "_commit_hash",
     "tie_word_embeddings",
 )
-"""Parts of a model's own configuration that differ without meaning: versions, places, the layer behind the last KV."""
+"""Fields of a model's configuration that do not affect KV: versions, places, the layer after the last KV."""
 
 
 def engine_facts(vllm_config: Any) -> dict[str, Any]:
-    """What decides an engine's KV beside its model: the same in all processes of the engine and after each start."""
+    """The facts, besides the model, that decide an engine's KV; equal in all its processes and after each start."""
     return {
         name: section_facts(name, getattr(vllm_config, name, None))
         for name in ("load_config", "attention_config", "mamba_config")
@@ -104,7 +104,7 @@ def engine_facts(vllm_config: Any) -> dict[str, Any]:
 
 
 def model_facts(model_config: Any) -> dict[str, Any]:
-    """What vLLM's ModelConfig says of a model, without its files: its own configuration and the engine's settings."""
+    """The facts of a model in vLLM's ModelConfig, without its files: its configuration and the engine's settings."""
     described: dict[str, Any] = getattr(getattr(model_config, "hf_config", None), "to_dict", dict)()
     facts = {
         "config": _without_volatile(_plain(described)),
@@ -119,7 +119,7 @@ def model_facts(model_config: Any) -> dict[str, Any]:
 
 
 def section_facts(name: str, section: Any) -> Any:
-    """The settings of one section of vLLM's configuration, but for the harmless ones, as JSON types."""
+    """The settings of one section of vLLM's configuration, except the harmless ones, as JSON types."""
     facts = _plain(section, name)
     if name == "load_config" and facts and facts.get("load_format") in FOLDER_FORMATS:
         facts["load_format"] = "folder"
@@ -135,7 +135,7 @@ def has_long_rope(config: Any) -> bool:
 
 
 def _plain(value: Any, name: str = "") -> Any:
-    """A value of the setting `name` as JSON types that have no address in them; an empty collection is None."""
+    """A value of the setting `name` as JSON types, without memory addresses; an empty collection becomes None."""
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, str) and name == "mm_encoder_fp8_scale_path" and Path(value).is_file():
@@ -166,9 +166,9 @@ def _plain(value: Any, name: str = "") -> Any:
 
 
 def _is_off(field: dataclasses.Field[Any], value: Any) -> bool:
-    """Whether a setting does nothing: it is None or empty, or its default, which is false or 0.
+    """Whether a setting is off: it is None or empty, or its default, which is false or 0.
 
-    So engines share KV with those of a version of vLLM that does not have the setting yet.
+    Such a setting is ignored, so engines share KV with those of a vLLM version that does not have it yet.
     """
     default: Any = field.default
     if hasattr(default, "get_default"):  # pydantic's description of a default
@@ -190,7 +190,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40,64}")
 
 
 def fidelity_of(settings: ClientSettings) -> str:
-    """The fidelity in this engine's identities: the encoding that its KV was rounded to, if any."""
+    """The fidelity in this engine's identities: `lossless`, or the encoding to which its KV is rounded."""
     return ENCODING if settings.fidelity == "fp8" else settings.fidelity
 
 
@@ -259,7 +259,7 @@ def _commit(model: Any) -> str:
 
 
 def _revision(model: Any) -> str:
-    """What is known of the version of a model's files on a hub."""
+    """The version of a model's files on a hub, as far as it is known."""
     config: Any = getattr(model, "hf_config", None)
     return _commit(model) or str(getattr(config, "_commit_hash", None) or model.revision or "")
 
@@ -269,15 +269,15 @@ def _is_local(path: str) -> bool:
 
 
 def _weights_of(model: Any) -> dict[str, Any]:
-    """The facts that tell a model from others. Raises ConfigError if its files cannot be read."""
+    """The facts that distinguish a model from others. Raises ConfigError if its files cannot be read."""
     path = str(model.model)
     return model_facts(model) | ({"files": fingerprint(path)} if _is_local(path) else {})
 
 
 def lookahead_tokens(vllm_config: Any) -> int:
-    """How many tokens behind a position the draft layers' KV at this position depends on; 0 without such layers.
+    """The number of tokens after a position on which the draft layers' KV at that position depends; 0 without drafts.
 
-    EAGLE and MTP layers are given, with the hidden state of each position, the token that follows it.
+    EAGLE and MTP layers get, with the hidden state of each position, the token that follows it.
     """
     speculative = getattr(vllm_config, "speculative_config", None)
     if speculative is None:
@@ -285,12 +285,12 @@ def lookahead_tokens(vllm_config: Any) -> int:
     told = getattr(vllm_config, "num_prefill_lookahead_tokens", None)
     if told is not None:
         return int(told)
-    # Versions of vLLM that do not tell it have no chains of draft layers.
+    # Versions of vLLM without this field have no chains of draft layers.
     return 0 if speculative.method in (*_DRAFTS_WITHOUT_KV, *_DRAFTS_WITHOUT_LOOKAHEAD) else 1
 
 
 def _draft(vllm_config: Any) -> dict[str, Any] | None:
-    """The facts that tell draft layers apart; None without such layers. Raises ConfigError if files cannot be read."""
+    """The facts that distinguish draft layers; None without such layers. Raises ConfigError if files cannot be read."""
     speculative = getattr(vllm_config, "speculative_config", None)
     method = str(getattr(speculative, "method", ""))
     if speculative is None or method in _DRAFTS_WITHOUT_KV:
@@ -307,8 +307,8 @@ def _draft(vllm_config: Any) -> dict[str, Any] | None:
 def engine_group(vllm_config: Any) -> bytes:
     """16 bytes that name this engine's group of processes: scheduler and workers of one start.
 
-    vLLM makes `instance_id` and `engine_id` in the parent process and hands them to all its processes.  A user may have
-    set a fixed `engine_id`, so both are used.
+    vLLM makes `instance_id` and `engine_id` in the parent process and passes them to all its processes.  Both are used,
+    since a user may have set a fixed `engine_id`.
     """
     parallel = vllm_config.parallel_config
     name = [

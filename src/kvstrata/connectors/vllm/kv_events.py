@@ -18,10 +18,10 @@ from kvstrata.connectors.vllm.own_cache import Told
 
 
 class BlockStoredAgain(BlockStored, tag="BlockStored"):  # type: ignore[call-arg, misc]
-    """Blocks of which vLLM has told before. Whoever counts how often a block was stored does not count this."""
+    """Blocks that vLLM has announced before. Subscribers that count how often a block was stored must not count it."""
 
     again: bool = False
-    """Always True; another default, since vLLM leaves defaults out."""
+    """Always True; the default is False, since vLLM does not encode defaults."""
 
 
 class EventMaker:
@@ -41,7 +41,7 @@ class EventMaker:
     def stored(
         self, tokens: Sequence[int], parent: bytes, keys: Sequence[bytes], request: Any, first_token: int
     ) -> BlockStored:
-        """These chunks of a request are in L1 in all slices; they hold `tokens` and follow `parent` (empty: none)."""
+        """The event that these chunks of a request are in L1 in all slices; `parent`: the key before them, or empty."""
         lora = request.lora_request
         return BlockStored(
             block_hashes=list(keys),
@@ -56,7 +56,7 @@ class EventMaker:
         )
 
     def again(self, told: Told, block_tokens: int) -> BlockStoredAgain:
-        """These blocks are in vLLM's own cache."""
+        """The event that these blocks are in vLLM's own cache."""
         number, name = told.adapter or (None, None)
         parent = told.parent
         return BlockStoredAgain(
@@ -73,21 +73,21 @@ class EventMaker:
         )
 
     def removed(self, keys: Sequence[bytes]) -> BlockRemoved:
-        """These chunks have left L1."""
+        """The event that these chunks have left L1."""
         return BlockRemoved(block_hashes=list(keys), medium=MEDIUM_CPU, **self._of_removed)
 
 
 def told_group(groups: Sequence[CacheGroup]) -> int | None:
-    """The group that events are about; None: there are no events."""
+    """The number of the group that events describe; None: no events are sent."""
     return next((group.number for group in groups if group.rule is Rule.PREFIX), None)
 
 
 def extra_keys_of(
     request: Any, first_token: int, n_chunks: int, chunk_tokens: int
 ) -> list[tuple[Any, ...] | None]:
-    """What decides the KV of chunks or blocks besides tokens, as in vLLM's events: adapter, media, salt, embeddings.
+    """The extra keys of chunks or blocks as in vLLM's events, which decide KV besides tokens: adapter, media, salt, …
 
-    Without it a router would take equal tokens with another image, or of another tenant's salt, for the same KV.
+    Without them a router would mistake equal tokens with another image or salt for the same KV.
     """
     starts = range(first_token, first_token + n_chunks * chunk_tokens, chunk_tokens)
     found = [

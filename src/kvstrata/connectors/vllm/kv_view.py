@@ -39,9 +39,9 @@ CELL_BACKENDS = (
     "TRITON_ATTN",
     "TRITON_ATTN_DIFFKV",
 )
-"""Attention backends that keep, for each head and token, the numbers of K and then those of V."""
+"""Attention backends that store, for each head and token, the numbers of K and then those of V."""
 CELL_MODES = ("NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD")
-"""Quantisations with which CELL_BACKENDS keep this order; with the last two, a scale follows the numbers of K or V."""
+"""Quantisations in which CELL_BACKENDS have this order; in the last two, a scale follows the numbers of K or V."""
 LATENT_BACKENDS = (
     "CUTLASS_MLA",
     "FLASHINFER_MLA",
@@ -51,10 +51,10 @@ LATENT_BACKENDS = (
     "FLASH_ATTN_MLA_SPARSE",
     "TRITON_MLA",
 )
-"""Backends that keep one latent per token, token after token."""
+"""Backends that store one latent per token, token after token."""
 LATENT_MODES = ("NONE", "FP8_PER_TENSOR")
 HEADS_APART_BACKENDS = ("CPU_ATTN",)
-"""Backends with their own arrangement of a block's tokens, in which each head's bytes are contiguous."""
+"""Backends with a packing of their own for a block's tokens, in which each head's bytes are contiguous."""
 
 
 class LayerKind(NamedTuple):
@@ -66,18 +66,18 @@ class LayerKind(NamedTuple):
     """Bytes of a block without padding."""
     axes: tuple[str, str, str]
     """Names of the axes heads, tokens and content.  `kv_heads` and `tokens` count heads and tokens, `k+v` is two
-    halves; a name with `@` and vLLM's version, or with `#` and a digest, stands for an arrangement that only its writer
-    knows (`compat/packing.py`)."""
+    halves; a name with `@` and vLLM's version, or with `#` and a digest, stands for a packing that only its writer can
+    interpret (`compat/packing.py`)."""
     quantisation: str
     latent: bool
-    """Whether every tensor-parallel rank holds all of the layer: one latent per token without a separate V, or a state
-    that is not cut."""
+    """Whether every tensor-parallel rank holds the whole layer: one latent per token without a separate V, or a state
+    that is not split."""
     scales: tuple[str, ...]
     """Scales of K and of V, of the whole layer or of each head, as hexadecimal floats; () if none apply."""
 
 
 NameArrangement = Callable[[str, Any, Any], str]
-"""(backend, spec, attention layer) → what names an arrangement that only its writer knows."""
+"""(backend, spec, attention layer) → name of a packing that only its writer can interpret."""
 
 
 def layer_kinds(
@@ -108,7 +108,7 @@ def page_bytes(spec: Any) -> int:
 
 
 def _state_kind(spec: Any, module: Any, arrangement: NameArrangement) -> LayerKind:
-    """The kind of a layer whose block holds a state, bytes that only its writer knows how to cut."""
+    """The kind of a layer whose block holds a state, whose bytes cannot be split by us."""
     states = ",".join(
         f"{str(dtype).removeprefix('torch.')}{list(shape)}".replace(" ", "")
         for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
@@ -138,7 +138,7 @@ def _kind(spec: Any, module: Any, arrangement: NameArrangement) -> LayerKind:
         same = spec.head_size == spec.head_size_v
         content = "k+v" if same else f"k{spec.head_size}+v{spec.head_size_v}"
     elif backend in LATENT_BACKENDS and quantisation in LATENT_MODES and not spec.head_size_v:
-        # Packed latents hold their scales beside their numbers.
+        # Packed latents include their scales.
         content = "latent" if packed is None else f"latent/{spec.cache_dtype_str}"
     else:
         isa = getattr(module, "isa", None)
@@ -172,7 +172,7 @@ def _scales(module: Any) -> tuple[str, ...]:
 def _mode_name(mode: Any) -> str:
     """All names of a quantisation mode: in vLLM 0.33 two modes share the number 12, and both show the first one's name.
 
-    The KV dtype, which is in the facts as well, tells modes with several names apart.
+    The KV dtype, which is in the facts as well, distinguishes modes with several names.
     """
     members = getattr(type(mode), "__members__", {})
     return "/".join(name for name, member in members.items() if member is mode) or str(
@@ -181,13 +181,13 @@ def _mode_name(mode: Any) -> str:
 
 
 AXES = BLOCKS, HEADS, TOKENS, CONTENT = range(4)
-"""Of a layer's tensor; in `LayerRuns.axes`, BLOCKS stands for the kernel blocks of a block."""
+"""Axes of a layer's tensor; in `LayerRuns.axes`, BLOCKS stands for the kernel blocks of a block."""
 MAX_DIMS = 3
 """Maximum number of nested strided loops around one run (the copy plan's limit)."""
 
 
 class TensorLike(Protocol):
-    """The part of a torch tensor that is read here."""
+    """The attributes of a torch tensor that this module reads."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -199,8 +199,9 @@ class TensorLike(Protocol):
 
 
 class LayerRuns(NamedTuple):
-    """How to walk the blocks of one layer: `base` address of block 0, bytes between blocks, loops (count, stride in
-    bytes), outermost first, around one contiguous run, and the axes of a block in physical order as (axis, size)."""
+    """The positions of one layer's blocks and their bytes: `base` address of block 0, stride between blocks in bytes,
+    loops (count, stride in bytes), outermost first, around one contiguous run, and the axes of a block in physical
+    order as (axis, size)."""
 
     base: int
     block_stride_bytes: int
@@ -219,10 +220,10 @@ class LayerRuns(NamedTuple):
 
 
 def layer_runs(name: str, tensor: TensorLike, num_blocks: int, kind: LayerKind) -> LayerRuns:
-    """How to walk the bytes of one block of one layer. Raises ConfigError naming layer and shape.
+    """The positions of one layer's blocks and their bytes. Raises ConfigError naming layer and shape.
 
-    Some backends split a block of the block table into smaller kernel blocks; then the axis of blocks has a multiple of
-    `num_blocks`, and that of tokens a part of a block's.
+    Some backends split a block of the block table into smaller kernel blocks; then the axis of blocks is a multiple of
+    `num_blocks` long, and the axis of tokens a fraction of a block's tokens.
     """
     shape = tuple(tensor.shape)
     pieces, rest = divmod(shape[0], num_blocks) if len(shape) == len(AXES) else (0, 0)
@@ -280,7 +281,7 @@ def axis_names(runs: LayerRuns, kind: LayerKind) -> list[list[Any]]:
     """The axes of a block in physical order as [name, size], for the facts; of two `tokens` axes the outer comes first.
 
     The names are those of `LayerKind.axes`, except that the halves K and V of a content are an axis `kv` of their own.
-    Kernel blocks whose tokens are contiguous leave no trace in the bytes, so they have no axis here.
+    Kernel blocks whose tokens are contiguous do not change the order of bytes, so they have no axis here.
     """
     named: list[list[Any]] = []
     for index, size in runs.axes:
@@ -292,16 +293,16 @@ def axis_names(runs: LayerRuns, kind: LayerKind) -> list[list[Any]]:
         else:
             named.append([name, size])
     if kind.axes[1] == "tokens" and kind.block_tokens == 1:
-        # An axis of one element leaves no trace in the bytes, but the facts must tell that tokens can be cut.
+        # An axis of one element does not change the order of bytes, but the facts must say that tokens can be cut.
         named.insert(0, ["tokens", 1])
     return named
 
 
 FORMAT = "paged-blocks/2"
-"""Names the arrangement of blocks in a section; part of the facts."""
+"""Name of the arrangement of blocks in a section; part of the facts."""
 ENCODING = "fp8-e4m3/1"
-"""Names the encoding that the fidelity `fp8` gives to sections (docs/internals/formats.md).  The name is the fidelity
-of such engines and a fact of their slices."""
+"""Name of the encoding of sections with the fidelity `fp8` (docs/internals/formats.md).  It is the fidelity in such
+engines' identities and a fact of their slices."""
 
 
 class Heads(NamedTuple):
@@ -315,13 +316,13 @@ class Heads(NamedTuple):
 
 
 class KvView(NamedTuple):
-    """Everything about one worker's KV cache that copies, identity and attach need.
+    """The facts about one worker's KV cache that copies, identity and attach need.
 
     The addresses point into the engine's tensors and are valid as long as the engine keeps them.
     """
 
     layers: dict[str, LayerRuns]
-    """By name, in the order of the record's sections."""
+    """Layers by name, in the order of the record's sections."""
     num_blocks: int
     group: CacheGroup
     payload_bytes: int
@@ -329,15 +330,15 @@ class KvView(NamedTuple):
     facts: dict[str, int | str | list[Any]]
     slice: Slice
     rounding: tuple[int, int, int, int, int] | None = None
-    """With the fidelity `fp8`: dtype, groups, tokens, heads, dim of a block, as `CudaCopyPlan` takes them."""
+    """With the fidelity `fp8`: dtype, groups, tokens, heads, dim of a block, for `CudaCopyPlan`; else None."""
 
     @property
     def record_blocks(self) -> int:
-        """Blocks in a record."""
+        """Number of blocks in a record."""
         return self.group.record_blocks
 
     def plan(self) -> CopyPlan:
-        """The plan of copies between these blocks and records."""
+        """The copy plan between these blocks and records."""
         layers = self.layers.values()
         shapes = list(dict.fromkeys(layer.shape for layer in layers))
         return CopyPlan(
@@ -428,7 +429,7 @@ def build_view(
 
     With the fidelity `fp8`, sections hold scales and codes (docs/internals/formats.md), and the facts say so.
 
-    Layers that share one tensor are taken once.  Facts that differ between layers are listed for each layer.  Raises
+    Layers that share one tensor are included once.  Facts that differ between layers are listed for each layer.  Raises
     ConfigError for layers that are not supported.
     """
     if not tensors:
@@ -518,7 +519,7 @@ def build_view(
 
 
 def _check_numbers(name: str, tensor: TensorLike, kind: LayerKind) -> None:
-    """Raises ConfigError unless the blocks of a layer are known to be plain arrays of 16-bit numbers."""
+    """Raises ConfigError unless a layer's blocks are known to be plain arrays of 16-bit numbers."""
     known = kind.quantisation == "NONE" and "." not in kind.axes[2]
     if tensor.element_size() != 2 or not known:
         raise ConfigError(

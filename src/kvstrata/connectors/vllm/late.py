@@ -37,35 +37,35 @@ from kvstrata.keys import batch
 from kvstrata.keys.chunking import Tail
 
 AHEAD = 2.5
-"""A look reaches so many steps' blocks: copies need one or two steps until they have read the blocks."""
+"""Depth of a scan in steps' worth of blocks: copies need one or two steps until they have read the blocks."""
 SMOOTHING = 0.3
 MAX_DEPTH = 4_096
-"""Maximum number of blocks of a look; twice as many while a hit waits for blocks."""
+"""Maximum number of blocks of a scan; twice as many while a hit waits for blocks."""
 FLOOR_PART = 8
-"""A look reaches at least what the next step may take, or this fraction of all blocks if that is less."""
+"""A scan covers at least the blocks that the next step may take, or 1/FLOOR_PART of all blocks if that is less."""
 RECORDED_PER_CALL = 128
 CHUNKS_PER_STEP = 64
 CHUNKS_IN_FLIGHT = 128
 CHUNKS_PER_STORE = 16
-"""A store that is overtaken loses all chunks that it has not copied yet, so stores are small."""
+"""Maximum number of chunks of a store.  An overtaken store loses all chunks not copied yet, so stores are small."""
 RETRY_STEPS = 64
 LATE_BELOW, LATE_UNTIL = 2.0, 2.5
-"""With `store: auto`, chunks are stored late once L1 is smaller than twice the KV of all its engines, and at once again
-when it is 2.5 times as large."""
+"""With `store: auto`, chunks are stored late when L1 is smaller than LATE_BELOW times the KV of all its engines, and at
+once again when it is LATE_UNTIL times as large."""
 DRAIN_S = 60.0
-"""A drain ends after this time: a report of a store may be lost, and an engine that drains never rests."""
+"""Maximum time of a drain: a report of a store may be lost, and an engine that drains keeps stepping."""
 HELD_STEPS = 2
-"""A hit waits at most so many steps until the chunks in the blocks that it will take are copied."""
+"""Maximum number of steps that a hit waits until the chunks in the blocks that it will take are copied."""
 
 
 class LateWhileSmall:
-    """`store: auto`: late while L1 adds little to the caches of the engines that share it. At once until that is known.
+    """`store: auto`: late while L1 adds little to the caches of the engines that share it; at once while unknown.
 
-    Twice, because an L1 of that size holds what they have once more and as much beside it.
+    The factor is 2, because an L1 of that size holds a copy of the engines' KV and as much other KV.
     """
 
     def __init__(self, sizes: Callable[[], tuple[int, int]]) -> None:
-        """`sizes()`: bytes of L1, and bytes of KV that its engines hold by themselves; 0: not known."""
+        """`sizes()`: bytes of L1, and bytes of KV in its engines' own caches; 0: unknown."""
         self._sizes, self._late = sizes, False
 
     def __call__(self) -> bool:
@@ -76,22 +76,22 @@ class LateWhileSmall:
 
 
 class Record(msgspec.Struct, eq=False):
-    """A chunk, or a tail, that vLLM's own cache has."""
+    """A chunk, or a tail, in vLLM's own cache."""
 
     tracked: Tracked
     chain: list[Record]
-    """The chunks of the last prompt that has it, from the first one."""
+    """All chunks of the last prompt that includes it."""
     number: int
     key: bytes
     blocks: list[int]
     hashes: list[object]
     tail: Tail | None = None
     store_id: int = 0
-    """The store that was planned last."""
+    """The store that was planned last for it; 0: none."""
     not_before: int = 0
-    """The step in which the chunk may be planned again."""
+    """The first step in which the chunk may be planned again."""
     saved: bool = False
-    """L1 has had the chunk."""
+    """Whether the chunk has been in L1."""
 
 
 class LateStores:
@@ -104,25 +104,25 @@ class LateStores:
         self._shared = engine.shares_l1
         self._step_blocks = -(-engine.step_tokens // self._group.block_tokens)
         self._by_block: dict[int, Record] = {}
-        """Block → the chunk recorded last that it is part of, intact or not."""
+        """Block → the chunk recorded last that includes it, intact or not."""
         self._unconfirmed: list[Record] = []
-        """Chunks of ended requests that may rest on a load whose outcome is not known."""
+        """Chunks of ended requests that may depend on a load whose outcome is unknown."""
         self._branches: list[Record] = []
-        """Chunks behind which two prompts have parted since the last look."""
+        """Chunks after which two prompts diverged, found since the last scan."""
         self._flying: dict[int, list[Record]] = {}
-        """Store whose blocks a worker may read → its chunks."""
+        """Store whose blocks a worker may be reading → its chunks."""
         self._generation = keys.generation
         self._step = 0
         self._taken = 0.0
         """Smoothed number of blocks that a step takes."""
         self._waiting_blocks = 0
-        """Blocks that hits will take which vLLM has been promised, or will be, since the last look."""
+        """The most blocks that a hit will take that waits or was promised to vLLM since the last scan."""
         self._now, self._drains_until_s = engine.now, 0.0
         self.counts = {"late_missed_chunks": 0, "late_overtaken_stores": 0, "late_held_hits": 0}
 
     @property
     def draining(self) -> bool:
-        """Whether the whole queue is being copied, as fast as the bounds allow."""
+        """Whether the whole queue is being copied, as fast as the limits allow."""
         return self._now() < self._drains_until_s
 
     def drain(self) -> None:
@@ -134,7 +134,7 @@ class LateStores:
     def record(self, tracked: Tracked, table: Sequence[int], last: int, *, confirmed: bool) -> None:
         """Record the request's chunks before `last` that are not recorded yet, as far as vLLM has hashed their blocks.
 
-        Chunks that were loaded, or that vLLM had, are recorded too, since L1 may drop them first.
+        Chunks that were loaded, or that vLLM had cached, are recorded too, since L1 may drop them first.
         """
         assert tracked.hasher is not None
         pool, size, keys = self._pool(), self._group.chunk_blocks, tracked.hasher.chain
@@ -142,7 +142,7 @@ class LateStores:
             tracked.recorded = tracked.recorded[: tracked.next_store]
         chain = tracked.recorded  # shorter than `next_store` if chunks were stored at once before
         other: list[Record] = []
-        """A prompt that has the same chunk before."""
+        """The chunks of another prompt that shares the previous chunk."""
         for number in range(len(chain), min(last, len(chain) + RECORDED_PER_CALL)):
             blocks = list(table[number * size : (number + 1) * size])
             key = batch.nth(keys, number)
@@ -162,7 +162,7 @@ class LateStores:
         tracked.next_store = len(chain)
 
     def record_tail(self, tracked: Tracked, tail: Tail, blocks: list[int], *, confirmed: bool) -> bool:
-        """Record a tail behind recorded chunks; returns False if vLLM has not hashed its blocks yet."""
+        """Record a tail after recorded chunks; returns False if vLLM has not hashed its blocks yet."""
         pool = self._pool()
         hashes = [pool.blocks[block].block_hash for block in blocks]
         if None in hashes:
@@ -190,17 +190,17 @@ class LateStores:
         return not any(self._client.pool.present([(identity.root, record.key)]) or ())
 
     def confirm(self) -> None:
-        """All loads have ended well: look at the chunks that may rest on them."""
+        """All loads have succeeded: consider the chunks that may depend on them."""
         waiting, self._unconfirmed = self._unconfirmed, []
         for record in waiting:
             self._add(self._pool(), record, confirmed=True)
 
     def forget_unconfirmed(self) -> None:
-        """A load has failed: drop the chunks that may rest on it."""
+        """A load has failed: drop the chunks that may depend on it."""
         self._unconfirmed.clear()
 
     def _forget(self) -> None:
-        """Weights or adapters may have changed, or vLLM's blocks may be bad: no record counts any more."""
+        """Drop all records: weights or adapters may have changed, or vLLM's blocks may be bad."""
         self._generation = self._keys.generation
         self._by_block.clear()
         self._unconfirmed.clear()
@@ -252,13 +252,13 @@ class LateStores:
                     return
 
     def planned(self, store_id: int, records: list[Record]) -> None:
-        """These chunks are planned as this store."""
+        """A store of these chunks was planned."""
         self._flying[store_id] = records
         for record in records:
             record.store_id, record.not_before = store_id, self._step + RETRY_STEPS
 
     def _near_head(self, pool: Any, depth: int) -> dict[int, list[Record]]:
-        """The intact chunks among the first blocks that may be planned, by prompt, the most imminent prompt first."""
+        """The plannable intact chunks in the queue's first blocks, by prompt, in the order of their reuse."""
         found: dict[int, list[Record]] = {}
         for record in self._first(pool, depth):
             if record.not_before <= self._step and _intact(pool, record):
@@ -271,7 +271,7 @@ class LateStores:
         by_block = self._by_block
         for block in islice(pool.free_block_queue.iter_blocks_after(None), depth):
             record = by_block.get(block.block_id)
-            if record is last or record is None:  # most neighbours in the queue are of one chunk
+            if record is last or record is None:  # most neighbours in the queue belong to one chunk
                 continue
             last = record
             if id(record) not in seen:
@@ -279,7 +279,7 @@ class LateStores:
                 yield record
 
     def _runs(self, pool: Any, due: list[Record]) -> Iterator[list[Record]]:
-        """What L1 lacks of the prompt of these records, up to its last due chunk, and then its due tail."""
+        """The chunks of these records' prompt that L1 lacks, up to its last due chunk, and then its due tail."""
         tracked, chain = due[0].tracked, due[0].chain
         assert tracked.identity is not None and tracked.hasher is not None
         in_l1 = self._client.pool.peek(tracked.identity, tracked.hasher)
@@ -315,9 +315,9 @@ class LateStores:
         record.saved, record.not_before = True, self._step + RETRY_STEPS
 
     def must_hold(self, blocks: int) -> bool:
-        """Whether a hit that will take so many blocks should wait, since some of these hold chunks that L1 lacks.
+        """Whether a hit that will take `blocks` blocks should wait, since some of them hold chunks that L1 lacks.
 
-        The next look reaches these blocks.
+        The next scan covers these blocks.
         """
         self._waiting_blocks = max(self._waiting_blocks, blocks)
         pool = self._pool()
@@ -331,12 +331,12 @@ class LateStores:
     # -- reports ---------------------------------------------------------------------------------------------
 
     def read(self, store_id: int) -> None:
-        """No worker reads blocks of this store any more."""
+        """All workers have finished reading the blocks of this store."""
         self._flying.pop(store_id, None)
 
     @property
     def flying(self) -> set[int]:
-        """Stores whose blocks a worker may read."""
+        """Stores whose blocks a worker may be reading."""
         return set(self._flying)
 
     def _pool(self) -> Any:

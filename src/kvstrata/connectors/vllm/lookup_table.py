@@ -50,7 +50,7 @@ from kvstrata.types import MissReason, canonical_json
 logger = logging.getLogger("vllm.kvstrata")
 
 TENANT = "kvstrata.tenant"
-"""The key in `kv_transfer_params`."""
+"""Key of the tenant's name in `kv_transfer_params`."""
 MAX_TENANT_CHARS = 256
 
 
@@ -74,11 +74,11 @@ class RequestTenants:
 
     @property
     def first(self) -> list[str]:
-        """The engine's own tenant, and one that requests may name: its token may open the latter alone."""
+        """The engine's own tenant, and one that requests may name: the engine's token may allow the latter alone."""
         return list(self._may_name)[:2]
 
     def of(self, request: Any) -> str:
-        """The request's tenant. Raises TenantRefused, and logs why, at most once in a while for each reason."""
+        """The request's tenant. Raises TenantRefused, and logs each reason from time to time."""
         params = request.kv_transfer_params
         if not isinstance(params, dict) or TENANT not in params:
             return self.own
@@ -111,7 +111,7 @@ class RequestTenants:
         return named
 
     def separate(self, request: Any, tenant: str | None) -> None:
-        """Let a request share blocks of vLLM's own cache only with requests of its tenant; None: with no request.
+        """Make a request share blocks of vLLM's own cache only with requests of its tenant; None: with no request.
 
         Call it before vLLM has looked for the request's blocks.  vLLM hashes the blocks of the prompt once more.
         """
@@ -127,17 +127,17 @@ class RequestTenants:
 
 
 WAIT_S = 0.0015
-"""Longest wait for answers to lookups in one step."""
+"""Maximum wait for answers to lookups in one step."""
 SOON_S = 0.01
-"""A lookup that has no answer so long after vLLM first asked is not awaited any more, only looked at in each step."""
+"""Time after vLLM first asked from which an unanswered lookup is not awaited any more, only checked in each step."""
 WAIT_SHARE = 1.5
-"""A request waits at most this many times as long as this engine would compute what is missing.  More than 1, since the
-other engine may have more to do, and its chunks are copied twice.  A broken promise ends the wait at once."""
+"""Maximum wait for promised chunks, as a multiple of the time in which this engine would compute them.  More than 1,
+since the other engine may have other work and its chunks are copied twice.  A broken promise ends the wait at once."""
 EARLY_LOOKUPS = 8
-"""A lookup is sent before vLLM asks for it only while fewer lookups than this are unanswered; more would hold leases
-for requests that still wait in vLLM's queue."""
+"""Maximum number of unanswered lookups that are sent before vLLM asks; more would hold leases for requests that still
+wait in vLLM's queue."""
 REPEEK_S = 0.1
-"""Time between two looks for a missed prefix while vLLM keeps asking.  If a lease is revoked within this time after the
+"""Interval of checks for a missed prefix while vLLM keeps asking.  If a lease is revoked within this time after the
 last revocation, the request counts as a miss."""
 SETTLE_S = 0.5
 """After the engine's start, requests wait this long for the first attachment, if a server seems to run."""
@@ -151,35 +151,36 @@ SKIP_REASONS = (
     "tenant_refused",
     "error",
 )
-"""Why a request is computed without the cache; each is counted."""
+"""Reasons why a request is computed without the cache; each is counted."""
 
 
 class LookupState(enum.Enum):
-    """How far a request's lookup has come."""
+    """The progress of a request's lookup."""
 
     NEW = enum.auto()
     """No lookup is sent: keys are being made, or no server is attached yet."""
     ASKED = enum.auto()
     """The lookup is sent and not answered."""
     HIT = enum.auto()
-    """Chunks are leased; vLLM was promised them, or will be promised them when it asks."""
+    """Chunks are leased and promised to vLLM, or will be promised when it asks."""
     TAKEN = enum.auto()
-    """vLLM has allocated blocks; the lease went to the workers or back to the server."""
+    """vLLM has allocated blocks; the lease was passed to the workers or released."""
     MISS = enum.auto()
-    """Nothing was found in L1 and L2 in time; L1 is looked at again while vLLM keeps asking."""
+    """No chunk was found in L1 and L2 in time; L1 is checked again while vLLM keeps asking."""
 
 
 SKIP_LOAD = "lmcache.skip_load"
-"""True in a request's `kv_transfer_params`: nothing is loaded for it, and what it computes is stored."""
+"""Key in `kv_transfer_params`: if true, nothing is loaded for the request, and its chunks are stored."""
 MAX_LOAD = "max_load_tokens"
-"""vLLM's own key there: so many tokens are loaded at most beyond those that vLLM has."""
+"""vLLM's own key there: the maximum number of tokens to load beyond those in vLLM's cache."""
 STORE = "kvstrata.store"
-"""`commit` there: what the request computes is stored at once, also in an engine that stores late."""
+"""Key there: with the value `commit`, the request's chunks are stored at once, even if the engine stores late."""
 WAIT = "kvstrata.wait_ms"
-"""A number of milliseconds there: the sender has given the prompt to another engine of the server too.  The request
-waits at most so long for that engine to promise and store the prompt's chunks, and promises nothing itself."""
+"""Key there: a number of milliseconds, if the sender has given the prompt to another engine of the server too.  The
+request waits at most that long for that engine to promise and store the prompt's chunks, and makes no promise
+itself."""
 FROM = "kvstrata.from"
-"""The id of the instance that serves that engine, if it is another one than this engine's."""
+"""Key there: the id of the instance that serves that other engine, if it is not this engine's."""
 _thinning = Thinning()
 
 
@@ -188,19 +189,19 @@ class Tracked(msgspec.Struct, eq=False):
 
     request: Any
     tenant: str = ""
-    """The request's tenant; means nothing while it is computed without the cache."""
+    """The request's tenant; undefined while the request is computed without the cache."""
     salt: str = ""
     """The salt that the request came with."""
     traceparent: str = ""
-    """The span of the request's client or of vLLM, below which the server makes its own."""
+    """The span of the request's client or of vLLM, the parent of the server's spans."""
     waits_s: float = -1.0
-    """Time since which the request waits for the workers to tell their weights; -1 before."""
+    """Time since which the request waits for the workers to report their weights; -1 before."""
     skipped: bool = False
     """The request is computed without the cache from now on, for one of SKIP_REASONS."""
     identity: Identity | None = None
     hasher: ChunkHasher | None = None
     adapter: int = 0
-    """The question to the workers that named the LoRA adapter in `identity`; 0 without adapter."""
+    """Number of the question to the workers whose answer is the LoRA adapter in `identity`; 0 without adapter."""
     state: LookupState = LookupState.NEW
     call: LookupCall | None = None
     """The lookup while its outcome is awaited (ASKED) or its lease is held here (HIT)."""
@@ -208,20 +209,20 @@ class Tracked(msgspec.Struct, eq=False):
     asked_s: float = -1.0
     """Time when vLLM first asked in this round; -1 before."""
     wait_ms: int = 0
-    """Time for which the lookup may wait for what other engines compute now, beyond its time for an answer."""
+    """Time beyond the lookup's deadline for which it may wait for chunks that other engines compute now."""
     miss: MissReason | None = None
-    """Why the last round found nothing, or not all chunks."""
+    """Why the last round did not find all chunks."""
     missed_s: float = 0.0
     revoked_s: float = -math.inf
     """Time when the request's lease was last revoked while it waited."""
     computed_tokens: int = 0
-    """Tokens that vLLM's own cache had when vLLM last asked."""
+    """Number of tokens in vLLM's own cache when vLLM last asked."""
     known_tokens: int = 0
-    """Tokens of which vLLM has KV since it last asked: from its own cache and from us."""
+    """Number of tokens whose KV vLLM has since it last asked: from its own cache and from us."""
     scheduled: bool = False
     """Whether a step has computed tokens of this request since vLLM last asked."""
     untrusted: bool = False
-    """The request builds on KV from another connector that may be of earlier weights: none of it is stored."""
+    """The request depends on KV from another connector that may be of earlier weights: none of it is stored."""
     asynchronous: bool = False
     """Whether vLLM was promised an asynchronous load."""
     loading: bool = False
@@ -235,36 +236,36 @@ class Tracked(msgspec.Struct, eq=False):
     load_tokens: int = 0
     """Maximum number of tokens that are loaded for the request; 0: any."""
     stores_at_once: bool = False
-    """The request asks for that; see STORE."""
+    """The request's chunks are stored at once; see STORE."""
     no_load: bool = False
-    """The request asks for no load, or a load of it failed: the rest of it is computed."""
+    """The request asks for no load, or one of its loads failed: the rest of it is computed."""
     has_promised: bool = False
-    """Others have been told which chunks of the prompt are computed here, if they are told at all."""
+    """The promise of the prompt's chunks was sent, or was found to be unnecessary."""
     next_store: int = 0
-    """All chunks before this one are stored, being stored, or were loaded; with late stores, recorded."""
+    """Index of the first chunk that is not stored, being stored, or loaded; with late stores, not recorded."""
     windows_next: int = 0
-    """As `next_store`, for groups of which only windows are stored."""
+    """Like `next_store`, for groups of which only windows are stored."""
     tail_end: int = 0
-    """The tail that ends after so many tokens is stored, being stored, or was loaded."""
+    """Number of tokens at the end of the tail that is stored, being stored, or was loaded."""
     tail_keys: tuple[int, list[bytes]] = -1, []
-    """A chunk, and the keys of its tails that were made last."""
+    """The chunk whose tail keys were derived last, and these keys."""
     tails_asked: list[int] = []
     """The chunks whose tails the last lookup named."""
     tails_after: int = -1
-    """The lookup ended after so many chunks, which L2 had, and is asked again for their tails; -1: it is not."""
+    """Number of chunks after which the lookup ended in L2, if it is repeated for the tails there; -1: it is not."""
     junction: int = 0
-    """How many leading chunks the groups of full attention had in L1.  If the hit is shorter, another prompt shares
-    these chunks, and this request stores the windows that were missing for a hit of that length."""
+    """Number of leading chunks that L1 had of the groups with full attention.  If the hit is shorter, another prompt
+    shares these chunks, and this request stores the windows that were missing for a hit of that length."""
     recorded: list[Any] = []
     """With late stores, the records of the chunks before `next_store`."""
     held_steps: int = 0
-    """Steps that the request's hit has waited for stores of the blocks that it will take."""
+    """Number of steps that the request's hit has waited for stores of the blocks that it will take."""
     stores: set[int] = set()
     """Stores that may still read this request's blocks."""
     deferred: bool = False
     """Complete chunks wait until a load is confirmed."""
     stale: bool = False
-    """The request's blocks may hold bad KV, or KV from before a reset: nothing computed from them is stored."""
+    """The request's blocks may hold bad KV, or KV from before a reset: KV computed from them is not stored."""
 
     def __post_init__(self) -> None:
         self.salt = self.request.cache_salt or ""
@@ -309,7 +310,7 @@ class LookupTable:
         tenants: RequestTenants,
         tails: Callable[[Tracked], list[TailSet]] | None = None,
     ) -> None:
-        """`tails(tracked)` are the tails that a lookup names; None in an engine that has none."""
+        """`tails(tracked)` returns the tails that a lookup names; None in an engine without tails."""
         self._client, self._now = engine.client, engine.now
         self._engine = engine
         self._timeout_ms = engine.settings.lookup_timeout_ms
@@ -320,16 +321,16 @@ class LookupTable:
         self._tenants = tenants
         self._begun_s = engine.now()
         self.tracked: dict[str, Tracked] = {}
-        """By request id."""
+        """Requests by id."""
         self.may_park = True
-        """Whether one more request may hold blocks for what is still computed elsewhere."""
+        """Whether one more request may hold blocks for chunks that are still computed elsewhere."""
         self._in_parts = engine.recomputes and not engine.exact and engine.settings.load_mode != "sync"
         self._early = 0
-        """Lookups sent and not answered."""
+        """Number of lookups sent and not answered."""
         self._may_wait_s = WAIT_S
-        """The part of `WAIT_S` that is left in this step."""
+        """The rest of `WAIT_S` in this step."""
         self._claimed: dict[LookupCall, None] = {}
-        """Lookups whose chunks vLLM was promised in this step and has not taken yet."""
+        """Lookups whose chunks were promised to vLLM in this step, before it has allocated blocks for them."""
         self.counts = {
             "lookups": 0,
             "lookup_timeouts": 0,
@@ -340,7 +341,7 @@ class LookupTable:
         """Totals since the scheduler side last took them."""
 
     def track(self, request: Any) -> Tracked:
-        """The record of a request; made when vLLM first names it."""
+        """The state of a request; made when vLLM first names the request."""
         tracked = self.tracked.get(request.request_id)
         if tracked is None:
             tracked = self.tracked[request.request_id] = Tracked(request)
@@ -356,14 +357,14 @@ class LookupTable:
         return tracked
 
     def skip(self, tracked: Tracked, reason: str) -> None:
-        """Compute the rest of this request without the cache: give its lease back; stores go on."""
+        """Compute the rest of this request without the cache: release its lease; stores continue."""
         if not tracked.skipped:
             tracked.skipped = True
             self.counts[f"skipped_{reason}"] += 1
         self.forget(tracked)
 
     def _find_tenant(self, tracked: Tracked) -> None:
-        """Set the request's tenant, or compute it without the cache; keep it apart in vLLM's own cache either way."""
+        """Set the request's tenant, or compute it without the cache; separate it in vLLM's own cache in both cases."""
         try:
             tracked.tenant = self._tenants.of(tracked.request)
         except TenantRefused as refused:
@@ -371,9 +372,9 @@ class LookupTable:
         self._tenants.separate(tracked.request, None if tracked.skipped else tracked.tenant)
 
     def next_step(self) -> None:
-        """End a step: the server may again revoke leases whose chunks vLLM was promised and has not taken.
+        """End a step: allow the server again to revoke leases whose chunks vLLM was promised but has not taken.
 
-        The requests of these leases wait in vLLM's queue, and other requests may need the room meanwhile.
+        The requests of these leases wait in vLLM's queue, and other requests may need the space meanwhile.
         """
         self._may_wait_s = WAIT_S
         for call in self._claimed:
@@ -387,9 +388,9 @@ class LookupTable:
         return self._client.peek(tracked.identity, self._chain(tracked)) > 0 or bool(self._tails(tracked))
 
     def whole_in_l1(self, tracked: Tracked) -> int:
-        """How many leading chunks L1 has in the slices that are needed in every chunk.
+        """How many leading chunks L1 has in the slices that every chunk of a hit needs.
 
-        A hit of all chunks tells; only otherwise the index is looked at, which takes 45 µs for 128k tokens.
+        After a hit of all chunks that is known; otherwise the index is read, which takes 45 µs for 128k tokens.
         """
         if not self._client.connected or tracked.identity is None:
             return 0
@@ -405,9 +406,9 @@ class LookupTable:
             self.ask(tracked)
 
     def begin_round(self, tracked: Tracked, now: float) -> None:
-        """Drop the outcome of an earlier round if it is void, and note when vLLM first asked."""
+        """Drop the outcome of an earlier round if it is void, and record when vLLM first asked."""
         if tracked.state is LookupState.TAKEN:
-            # vLLM asks only while nothing is computed: the request was preempted.
+            # vLLM asks only before it computes a request, so the request was preempted.
             self.forget(tracked)
         if tracked.call is not None and tracked.call.revoked:
             self._revoked(tracked, now)
@@ -462,7 +463,7 @@ class LookupTable:
         self.counts["lookups"] += 1
 
     def ask_for_more(self, tracked: Tracked, n_chunks: int) -> LookupCall:
-        """Look up what follows the first chunks of what was promised to a request that holds blocks for all of it."""
+        """Look up the promised chunks after `n_chunks`, for a request that holds blocks for all of them."""
         assert tracked.identity is not None and tracked.hasher is not None
         return self._client.lookup(
             tracked.identity,
@@ -477,7 +478,7 @@ class LookupTable:
         )
 
     def _wait_ms(self, tracked: Tracked, own_tokens: int) -> int:
-        """How long the lookup may wait for what others compute, by what its own cache lacks; 0 if that is not known."""
+        """Time that the lookup may wait for chunks of other engines, by the tokens that vLLM lacks; 0 if unknown."""
         if tracked.expects_ms:
             return tracked.expects_ms
         tokens_s = self._client.prompt_tokens_s
@@ -487,7 +488,7 @@ class LookupTable:
         return min(MAX_DEADLINE_MS, int(1000 * WAIT_SHARE * compute_s))
 
     def await_answer(self, tracked: Tracked, now: float) -> bool:
-        """Wait for the answer, for what is left of `WAIT_S` in this step. False: not known yet, vLLM asks again."""
+        """Wait for the answer, for the rest of `WAIT_S` in this step. False: unknown yet, vLLM asks again."""
         if tracked.state is LookupState.NEW and not self._client.connected and not self._settling():
             self._missed(tracked, MissReason.BREAKER_OPEN)
         if tracked.state is LookupState.ASKED:
@@ -514,13 +515,13 @@ class LookupTable:
         return None if self._revoked(tracked, now) else False
 
     def taken(self, tracked: Tracked) -> None:
-        """Note that vLLM has allocated blocks for a hit. The lease, which is claimed, leaves this side in this step."""
+        """vLLM has allocated blocks for a hit. The lease, which is claimed, leaves this side in this step."""
         tracked.hit = tracked.call = None
         tracked.tails_after = -1
         tracked.state = LookupState.TAKEN
 
     def forget(self, tracked: Tracked) -> None:
-        """Begin anew; a lease that the lookup has or will get is given back."""
+        """Return to NEW; a lease that the lookup has or will get is released."""
         self._give_back(tracked)
         tracked.state = LookupState.NEW
 
@@ -560,7 +561,7 @@ class LookupTable:
         tracked.state = LookupState.HIT
 
     def _wants_tail_of(self, tracked: Tracked, result: LookupResult) -> bool:
-        """Whether to ask once more, for the tails of the first chunk that L2 lacked: the lookup could not know it."""
+        """Whether to look up once more, for the tails of the first chunk that L2 lacked, which was unknown before."""
         assert tracked.hasher is not None
         return (
             self._asks_tails

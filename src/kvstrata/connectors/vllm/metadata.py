@@ -12,12 +12,12 @@ from typing import Any
 from kvstrata.types import LeaseName, RequestIdentity
 
 SKIP_BLOCK = -1
-"""Stands for a block that the engine already has: its part of the chunk is verified, but not written."""
+"""Block id for a block that the engine already has: its part of the chunk is verified, but not written."""
 
 
 @dataclasses.dataclass(slots=True)
 class Load:
-    """Chunks to copy from L1 into blocks, under a lease that each worker gives back when its copies have ended."""
+    """Chunks to copy from L1 into blocks, under a lease that each worker releases when its copies have ended."""
 
     request_id: str
     lease: LeaseName | None
@@ -49,16 +49,16 @@ class Store:
     store_id: int
     """Unique in this engine; reports name it."""
     request_id: str
-    """Empty for a late store (`late`), which ends with no request."""
+    """Empty for a late store (`late`), which belongs to no request."""
     identity: RequestIdentity
     parent: bytes
     """Chain key of the chunk before the first; empty at the start of a prompt."""
     chain: bytes
     blocks: list[int]
     probe: bytes
-    """Probe of the request's first chunk; explains later misses."""
+    """Probe of the request's first chunk, for explaining later misses."""
     tail_tokens: int = 0
-    """0, or the only chunk is a tail of so many tokens."""
+    """Number of tokens if the only chunk is a tail; else 0."""
     replaces: bytes = b""
     """Chain keys of tails that these chunks replace."""
     traceparent: str = ""
@@ -85,7 +85,7 @@ class StepPlan:
     failures_seen: int = 0
     """Number of steps with failed loads that the scheduler knew of when it planned this step."""
     weigh: int = 0
-    """Number of the question about the worker's present weights; 0 without a question."""
+    """Number of the question about the worker's current weights; 0 without a question."""
     weigh_adapters: list[tuple[int, Any]] = dataclasses.field(default_factory=list)
     """(number of the question, vLLM's LoRARequest) for each adapter that the workers are asked about."""
     others_load: bool = False
@@ -102,7 +102,7 @@ class WorkerReport:
 
     step: int
     gathered: list[int] = dataclasses.field(default_factory=list)
-    """Stores whose blocks this worker does not read any more, or never did. Each store is named once."""
+    """Stores whose blocks this worker has finished reading, or never read. Each store is reported once."""
     stored: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     """(store, bit mask of its chunks that are in L1 now)."""
     dropped: list[int] = dataclasses.field(default_factory=list)
@@ -115,13 +115,13 @@ class WorkerReport:
 
     weights: tuple[int, str, str] | None = None
     """(number of the question, digest of the weights at the start, digest of the weights now), if asked; a digest is ""
-    if the worker cannot tell."""
+    if the worker could not compute it."""
 
     adapters: list[tuple[int, str]] = dataclasses.field(default_factory=list)
-    """(number of the question, digest of the adapter); "" if the worker cannot tell, or has another one by now."""
+    """(number of the question, digest of the adapter); "" if it cannot be read, or was replaced meanwhile."""
 
     def says_something(self) -> bool:
-        """Whether the report is worth sending."""
+        """Whether the report has any content to send."""
         return bool(
             self.gathered or self.stored or self.dropped or self.broken or self.weights or self.adapters
         )

@@ -18,42 +18,42 @@ from typing import Any, NamedTuple
 import msgspec
 
 STEP_BLOCKS = 512
-"""About a millisecond of the scheduler's time."""
+"""Maximum number of blocks examined or announced in a step, about a millisecond of the scheduler's time."""
 MAX_FINISHED = 1_000
-"""So many finished requests may wait to be looked at; then the oldest is forgotten."""
+"""Maximum number of finished requests that wait to be examined; beyond it the oldest is dropped."""
 
 Adapter = tuple[int, str] | None
 """The number and name of a request's adapter."""
 
 
 class Told(NamedTuple):
-    """Blocks of one chain that are told together."""
+    """Consecutive blocks of one chain that are announced together."""
 
     hashes: list[bytes]
     parent: bytes | None
     tokens: list[int]
     extra_keys: list[Any]
-    """What decides each block's KV besides its tokens, as vLLM's own events say it."""
+    """Each block's extra keys, which decide its KV besides its tokens, as in vLLM's own events."""
     adapter: Adapter
 
 
 class EngineView(NamedTuple):
-    """What is read of the engine."""
+    """The functions by which this module reads the engine."""
 
     hashes_of: Callable[[Any], Sequence[bytes]]
     """The hashes of a request's full blocks."""
     is_cached: Callable[[bytes], bool]
     """Whether vLLM's pool has a block of this hash."""
     extra_keys: Callable[[Any, int, int], list[Any]]
-    """Of a request, from a token on, for so many blocks; see Told."""
+    """(request, first token, number of blocks) → extra keys of these blocks, as in Told."""
     event: Callable[[Told], Any]
-    """What is published of such blocks."""
+    """Makes the event that announces these blocks."""
     n_blocks: int
-    """Blocks of the pool."""
+    """Number of blocks of vLLM's pool."""
 
 
 class _Block(msgspec.Struct, gc=False):
-    """A block that was in the pool when it was last looked at. A visit of the garbage collector would take too long."""
+    """A block that was in the pool when last checked. Untracked by the garbage collector, to keep its walks short."""
 
     name: bytes
     parent: bytes | None
@@ -61,16 +61,16 @@ class _Block(msgspec.Struct, gc=False):
     extra: Any
     adapter: Adapter
     number: int
-    """Its place in the order."""
+    """Its position in the order of announcements."""
     round: int
-    """The round in which it was taken up."""
+    """The round in which it was added."""
 
 
 class OwnCache:
-    """See the module. Belongs to the scheduler's thread. A block takes about 400 bytes."""
+    """Re-announces blocks in rounds. Belongs to the scheduler's thread. A block takes about 400 bytes."""
 
     def __init__(self, engine: EngineView, *, block_tokens: int, kept_batches: int) -> None:
-        """`kept_batches`: how many batches vLLM sends again."""
+        """`kept_batches`: number of batches that vLLM replays."""
         self._engine = engine
         self._block_tokens = block_tokens
         self._round_steps = max(1, kept_batches // 2)
@@ -80,30 +80,30 @@ class OwnCache:
         """The step in which the next round begins."""
         self._finished: deque[Any] = deque(maxlen=MAX_FINISHED)
         self._looked = 0
-        """Blocks of the first of these requests that were looked at."""
+        """Number of the first finished request's blocks that were examined."""
         self._fresh = False
-        """Whether one of them was not known: vLLM has stored those behind it anew."""
+        """Whether one of them was unknown: vLLM has then stored the later ones again."""
         self._blocks: dict[bytes, _Block] = {}
         self._waiting: deque[_Block] = deque()
-        """Those whose turn in this round is to come, by their numbers; void if `_blocks` does not have them."""
+        """Blocks not yet announced in this round, by number; void if `_blocks` does not have them."""
         self._told: deque[_Block] = deque()
-        """Those that had their turn in this round, by their numbers."""
+        """Blocks already announced in this round, by number."""
         self._next_number = 0
 
     def __len__(self) -> int:
-        """Blocks that are remembered."""
+        """Number of remembered blocks."""
         return len(self._blocks)
 
     def finished(self, request: Any) -> None:
-        """A request has ended: what it has left in the cache is to be told from the next round on."""
+        """A request has ended: announce the blocks that it has left in the cache from the next round on."""
         if len(self._finished) == MAX_FINISHED:
             self._looked, self._fresh = 0, False
         self._finished.append(request)
 
     def take_events(self) -> list[Any]:
-        """Called once in each step, after vLLM has taken the pool's events of the step: what is told again now."""
+        """The announcements of this step. Called once per step, after vLLM has taken the pool's events of the step."""
         self._step += 1
-        # Most of so many blocks are gone, which their turn shows.
+        # Most of that many blocks have left the cache; checking each at its turn removes them.
         crowded = len(self._blocks) > 2 * self._engine.n_blocks
         if not self._waiting and (crowded or self._step >= self._round_end):
             self._waiting, self._told = self._told, self._waiting
@@ -137,12 +137,12 @@ class OwnCache:
         return block is not None and self._follows(block)
 
     def _follows(self, block: _Block) -> bool:
-        """Whether each round tells a block after its parent."""
+        """Whether each round announces this block after its parent."""
         parent = self._blocks.get(block.parent) if block.parent is not None else None
         return block.parent is None or (parent is not None and parent.number < block.number)
 
     def _remember(self, request: Any, hashes: Sequence[bytes], first: int, end: int) -> bool:
-        """Take up these blocks of a request, of which the first is not known; returns False if one is not cached."""
+        """Add these blocks of a request, of which the first is unknown; returns False if one is not cached."""
         size = self._block_tokens
         tokens = array("I", request.all_token_ids[first * size : end * size])
         extra = self._engine.extra_keys(request, first * size, end - first)
@@ -155,7 +155,7 @@ class OwnCache:
         for at in range(first, end):
             name = hashes[at]
             if not is_cached(name):
-                return False  # nothing behind it can be found either
+                return False  # the blocks after it cannot be found either
             begin = (at - first) * size
             own = tokens[begin : begin + size]
             number, self._next_number = self._next_number, self._next_number + 1
@@ -178,7 +178,7 @@ class OwnCache:
                 continue
             self._told.append(block)
             if block.round == self._round:
-                continue  # vLLM has told it in this round
+                continue  # vLLM has announced it in this round
             if last is None or block.parent != last or block.adapter != told[-1].adapter:
                 told.append(Told([], block.parent, [], [], block.adapter))
             told[-1].hashes.append(block.name)

@@ -23,29 +23,29 @@ from kvstrata.keys import ChunkHasher
 from kvstrata.types import LeaseName, MissReason
 
 MAX_PARKED = 8
-"""Requests that hold blocks for what is not computed yet; others wait for all of it."""
+"""Maximum number of requests that hold blocks for chunks not computed yet; others wait for all chunks."""
 
 
 LoadOf = Callable[[Tracked, LookupResult, LeaseName | None, Sequence[int], int, int, bool], Load]
-"""Makes a load of the tokens from one number to another of what a lookup has found, and says whether more parts follow;
-without a lease it fails."""
+"""(request, lookup's result, lease, block table, first token, end token, whether more parts follow) → load; without a
+lease the load fails."""
 
 
 class _Parked(msgspec.Struct):
     tracked: Tracked
     hasher: ChunkHasher | None
-    """Of the keys that were looked up; the request has others, or none, after a reset of vLLM's caches."""
+    """The hasher of the keys that were looked up; after a reset of vLLM's caches the request has another, or none."""
     table: list[int]
     start: int
-    """So many tokens are there, or under way."""
+    """Number of tokens that are loaded, or being loaded."""
     end: int
-    """vLLM was promised so many."""
+    """Number of tokens that were promised to vLLM."""
     call: LookupCall
     """The lookup for the next part."""
 
 
 class Parts:
-    """See the module. Belongs to the scheduler's thread."""
+    """The parked requests. Belongs to the scheduler's thread."""
 
     def __init__(self, client: CacheClient, lookups: LookupTable, chunk_tokens: int, load_of: LoadOf) -> None:
         self._client, self._lookups, self._chunk_tokens = client, lookups, chunk_tokens
@@ -53,7 +53,7 @@ class Parts:
         self._parked: dict[str, _Parked] = {}
 
     def park(self, tracked: Tracked, table: Sequence[int], n_chunks: int, end: int) -> None:
-        """vLLM waits for `end` tokens of a request, and its first part brings `n_chunks` chunks."""
+        """Park a request: vLLM waits for `end` tokens of it, and its first part loads `n_chunks` chunks."""
         call = self._lookups.ask_for_more(tracked, n_chunks)
         start = n_chunks * self._chunk_tokens
         self._parked[tracked.request.request_id] = _Parked(
@@ -74,7 +74,7 @@ class Parts:
         return loads
 
     def end(self, request_id: str) -> list[Load]:
-        """The last part of a request for which nothing more comes; empty if it is not parked."""
+        """The last part of a request that gets no more chunks; empty if it is not parked."""
         parked = self._forget(request_id)
         if parked is None:
             return []

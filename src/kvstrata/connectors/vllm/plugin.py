@@ -61,7 +61,7 @@ load.kvstrata = True  # type: ignore[attr-defined]
 
 
 class _Alias(ModuleType):
-    """A module of the `lmcache` package whose connectors are ours."""
+    """A module under a name of the `lmcache` package that has our connectors."""
 
     def __getattr__(self, name: str) -> Any:
         if name in CONNECTORS:

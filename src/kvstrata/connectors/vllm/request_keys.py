@@ -23,10 +23,10 @@ from kvstrata.types import RequestIdentity, canonical_json
 logger = logging.getLogger("vllm.kvstrata")
 
 HASH_TOKENS_PER_CALL = 65_536
-"""Tokens hashed in one call: about one millisecond."""
+"""Maximum number of tokens hashed in one call, which takes about one millisecond."""
 REMEMBERED_IDENTITIES = 4096
 CONTENT_HASH = re.compile(r"(?:.*:)?(?:[0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
-"""The form of vLLM's hash of a medium's content; the name of a LoRA adapter may precede it."""
+"""Pattern of vLLM's hash of a medium's content, which the name of a LoRA adapter may precede."""
 
 
 class RequestKeys:
@@ -46,9 +46,9 @@ class RequestKeys:
         self._prefix_cache = engine.prefix_cache
         self._prefix_cache_seen = engine.prefix_cache()
         self.generation = 0
-        """Changes when KV that vLLM has may not be what keys that were made before say."""
+        """Changes when vLLM's KV may no longer match keys that were made before."""
         self.engine_stale = False
-        """vLLM's own cache may still have KV from before the last reset, or from a load whose outcome is unknown."""
+        """Whether vLLM's own cache may have KV from before the last reset, or from a load with unknown outcome."""
         self._stale_before: bool | None = None
         """`engine_stale` before the first reset since the weights were last known."""
         # Identities are declared now, so that the engine's slices are known before the first request.
@@ -56,7 +56,7 @@ class RequestKeys:
             self.identity(RequestIdentity(tenant=tenant))
 
     def prepare(self, tracked: Tracked) -> bool:
-        """Bring a request's identity and keys up to date. Returns whether all its keys are made."""
+        """Update a request's identity and keys. Returns whether all its keys are made."""
         request = tracked.request
         if tracked.identity is None:
             if not self.weights_settled():
@@ -118,12 +118,12 @@ class RequestKeys:
         if not self._weights.known:
             return False
         if self._weights.mark != self._mark:
-            # The first mark of weights that the layout identity does not name is that of the start.
+            # Without named weights, the first mark is that of the initial weights.
             self._weights_changed |= bool(self._mark) or self._weights.named
             self._mark = self._weights.mark
             self._identities.clear()
         elif self._stale_before is False:
-            # The weights are the same as at a time when nothing was stale.
+            # The weights are the same as when vLLM's cache had no stale KV.
             self.engine_stale = False
             for tracked in self._lookups.tracked.values():
                 tracked.stale = False
@@ -151,7 +151,7 @@ class RequestKeys:
             tracked.stale = not engine_empty
 
     def distrust_engine(self) -> None:
-        """Store nothing that is computed from vLLM's present blocks: some may be bad without vLLM knowing it."""
+        """Stop storing KV computed from vLLM's current blocks: some may be bad without vLLM knowing it."""
         self.generation += 1
         self.engine_stale = True
         if self._stale_before is not None:
@@ -170,17 +170,17 @@ class RequestKeys:
                 tracked.stale = True
 
     def is_stale(self, request: Any) -> bool:
-        """Whether vLLM's own cache may have KV for this request that is of other weights than it computes with now."""
+        """Whether vLLM's own cache may have KV for this request from weights other than the current ones."""
         lora = request.lora_request
         return self.engine_stale or (lora is not None and lora.lora_int_id in self.adapters.replaced)
 
     @property
     def others_trusted(self) -> bool:
-        """Whether KV that another connector loads is of the present weights: it may have kept KV of earlier ones."""
+        """Whether KV from another connector is of the current weights, not possibly of earlier ones."""
         return not (self.engine_stale or self._weights_changed)
 
     def _drop_keys(self, tracked: Tracked) -> None:
-        """Make the request's identity and keys anew, and store its chunks again."""
+        """Discard the request's identity and keys, and store its chunks again."""
         self._lookups.forget(tracked)
         tracked.identity = tracked.hasher = None
         tracked.next_store = tracked.tail_end = 0

@@ -36,11 +36,11 @@ from kvstrata.types import EXTENT, LeaseName, MissReason, RequestIdentity, next_
 logger = logging.getLogger("vllm.kvstrata")
 
 DRAIN = "kvstrata.drain"
-"""True in a request's `kv_transfer_params`: an engine with late stores stores at once what L1 lacks."""
+"""Key in `kv_transfer_params`: if true, an engine with late stores stores all chunks that L1 lacks at once."""
 
 
 NEXT = "kvstrata.next"
-"""In a request's `kv_transfer_params`, or the type of one of its `kv_hints`: what comes after it, see `next_of`."""
+"""Key in `kv_transfer_params`, or type of one of the `kv_hints`: what follows the request, see `next_of`."""
 
 
 class SchedulerSide:
@@ -63,7 +63,7 @@ class SchedulerSide:
         self._times = StepTimes(engine, self._lookups.tracked)
         self._step = itertools.count(1)
         self._planned: StepPlan | None = None
-        """The plan that is being made; what `turn_off` needs of it."""
+        """The plan that is being made, for `turn_off`."""
         self._loads: list[Load] = []
         """Loads for the next plan."""
         self._loading: dict[bytes, Tracked] = {}
@@ -83,7 +83,7 @@ class SchedulerSide:
             self.stores.drain()
         if tracked.skipped:
             return
-        # What a request with `max_load_tokens` may load depends on what vLLM has.
+        # With `max_load_tokens`, the tokens to load depend on the tokens in vLLM's cache.
         loads = self._engine.may_load and not (tracked.no_load or tracked.load_tokens)
         if loads and request.skip_reading_prefix_cache:
             # It needs the activations of its whole prompt (prompt logprobs).
@@ -97,8 +97,8 @@ class SchedulerSide:
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond `computed_tokens` can be loaded, and whether asynchronously.
 
-        None: not known yet, vLLM asks again.  However often vLLM asks about a request, the request has at most one
-        lookup and one lease at a time.
+        None: unknown yet, vLLM asks again.  However often vLLM asks about a request, the request has at most one lookup
+        and one lease at a time.
         """
         tracked = self._lookups.track(request)
         self._other_loads.asked(tracked, computed_tokens)
@@ -153,7 +153,7 @@ class SchedulerSide:
         return tokens, tracked.asynchronous
 
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
-        """vLLM has allocated blocks: plan the load that it accepted, or give the lease back.
+        """vLLM has allocated blocks: plan the load that it accepted, or release the lease.
 
         `tables` are the request's whole block tables so far, one for each group.
         """
@@ -169,7 +169,8 @@ class SchedulerSide:
         if external_tokens <= 0:
             self._client.release([hit.lease], group=True)
         else:
-            # Windows and states of the hit are of no use for a shorter one, which vLLM may have taken: that load fails.
+            # vLLM may have accepted a shorter hit, for which this hit's windows and states are useless: that load
+            # fails.
             end = tracked.computed_tokens + external_tokens
             there = hit.n_chunks * self._chunk_tokens
             whole = not self._exact or end == there
@@ -236,7 +237,7 @@ class SchedulerSide:
         not_loaded: Iterable[str] = (),
     ) -> None:
         """Apply the workers' news after a step: reports, requests whose asynchronous loads have ended, blocks whose
-        loads have failed, and, where a hit is of use only as a whole, requests of which a load has failed."""
+        loads have failed, and, where a hit is useful only as a whole, requests of which a load has failed."""
         self._client.prompt_tokens_s = self._times.heard(reports)
         # First, before anything that can fail: a report must be counted exactly once.
         for report in reports:
@@ -254,7 +255,7 @@ class SchedulerSide:
             for tracked in self._lookups.tracked.values():
                 chunks = [chunk for block, chunk in tracked.loaded_chunks.items() if block in failed]
                 if chunks:
-                    # Their tokens are recomputed, and stored again in place of the bad chunks.
+                    # The tokens are recomputed, and stored again in place of the bad chunks.
                     tracked.next_store = min(tracked.next_store, *chunks)
                     tracked.windows_next = min(tracked.windows_next, *chunks)
                     tracked.tail_end = 0
@@ -289,7 +290,7 @@ class SchedulerSide:
         self.stores.settle(request.request_id)
         if not tracked.stores:
             return False
-        # An engine in process may make no further step, so nothing later would free the blocks.
+        # An in-process engine may make no further step, which alone could free the blocks.
         unsent = tracked.stores.intersection(store.store_id for store in self.stores.of_finished)
         if not unsent and self._engine.read_here(request.request_id):
             self.stores.unpin(tracked.stores)
@@ -306,11 +307,11 @@ class SchedulerSide:
         return {name: count for name, count in counts.items() if count}
 
     def reset(self, *, engine_empty: bool) -> None:
-        """Note a reset of caches: weights may have changed, so the workers are asked before the next request begins.
+        """Handle a reset of caches: weights may have changed, so the workers are asked before the next request begins.
 
-        `engine_empty`: no request holds blocks, so vLLM has emptied its own cache as well.  If False, requests go on
-        with their KV, which reaches other requests through vLLM's cache.  Nothing computed from that KV is stored until
-        a reset finds the engine empty or the weights prove to be the same.
+        `engine_empty`: no request holds blocks, so vLLM has emptied its own cache as well.  If False, requests continue
+        with their KV, which reaches other requests through vLLM's cache.  KV computed from it is not stored until a
+        reset finds the engine empty or the weights turn out to be the same.
         """
         self._keys.reset(engine_empty=engine_empty)
 
@@ -324,7 +325,7 @@ class SchedulerSide:
         return self.stores.awaits_news
 
     def close(self) -> None:
-        """Give back all leases that no worker has, and end the client within half a second."""
+        """Release all leases that no worker has, and end the client within half a second."""
         for tracked in self._lookups.tracked.values():
             self._lookups.forget(tracked)
         self._lookups.tracked.clear()
@@ -333,14 +334,14 @@ class SchedulerSide:
     # -- after an error of ours ------------------------------------------------------------------------------
 
     def give_up(self, request: Any) -> None:
-        """After `on_new_request` or `matched_tokens`: compute the request without the cache."""
+        """After an error in `on_new_request` or `matched_tokens`: compute the request without the cache."""
         tracked = self._lookups.tracked.get(request.request_id)
         if tracked is None:
             tracked = self._lookups.tracked[request.request_id] = Tracked(request)
         self._lookups.skip(tracked, "error")
 
     def turn_off(self) -> SchedulerOff:
-        """After any other call: what takes this side's place until the engine is started again."""
+        """After an error in any other call: the object that replaces this side until the engine is started again."""
         return SchedulerOff(self)
 
     # -- inside ----------------------------------------------------------------------------------------------
@@ -393,7 +394,7 @@ class SchedulerSide:
         )
 
     def _tell_next(self, tracked: Tracked) -> None:
-        """Tell the server what comes after a request that has ended, if the request says it."""
+        """Tell the server what follows a request that has ended, if the request says so."""
         request, params = tracked.request, tracked.request.kv_transfer_params
         said = params.get(NEXT) if isinstance(params, dict) else None
         for action in getattr(getattr(request, "kv_hints", None), "actions", ()):
@@ -421,7 +422,7 @@ class SchedulerSide:
             self._client.hint(tracked.identity, last, next_)
 
     def _ended_loads(self, received: Iterable[str]) -> None:
-        """Note that the asynchronous loads of these requests have ended."""
+        """The asynchronous loads of these requests have ended."""
         for request_id in received:
             tracked = self._lookups.tracked.get(request_id)
             if tracked is not None and tracked.loading:
@@ -450,7 +451,7 @@ class SchedulerSide:
             self._keys.heard_adapter(number, digest)
 
     def _tell_weights(self) -> None:
-        """Log what the workers have said of the weights."""
+        """Log the workers' reports on the weights."""
         if not self._weights.can_tell:
             logger.warning(
                 "not every worker can tell its weights: after each reset of vLLM's caches%s this engine finds nothing "
@@ -480,15 +481,15 @@ class SchedulerSide:
 
 
 def _chunk_at(tracked: Tracked, chunk: int) -> bytes:
-    """The key of a chunk of the prompt; empty behind the last one."""
+    """The key of a chunk of the prompt; empty after the last one."""
     return batch.nth(tracked.hasher.chain, chunk) if tracked.hasher is not None else b""
 
 
 class SchedulerOff:
     """Answers vLLM in place of a `SchedulerSide` after an error of ours, until the engine is started again.
 
-    The error may have left any table wrong.  So nothing is loaded or stored any more, and the tables are used only for
-    what vLLM or the server waits for: loads that were promised, blocks that workers may still read, and leases.
+    The error may have left any table wrong.  So nothing is loaded or stored any more, and the tables are used only to
+    end what vLLM or the server waits for: promised loads, blocks that workers may still read, and leases.
     """
 
     awaits_news = False
@@ -501,14 +502,14 @@ class SchedulerOff:
         self._loads = [*plan.loads, *side._loads, *side._parts.end_all()]
         self._awaited = plan.awaited | side._awaited
         self._unsent = [store.store_id for store in (*plan.stores, *side.stores.of_finished)]
-        """Planned stores that no worker gets."""
+        """Planned stores that are not sent to workers."""
         self._cancel = plan.cancel | side.stores.unprotected
         self._promised = side.stores.promised
         self._leased = list(self._tracked.values())
-        """Requests whose leases are not given back yet."""
+        """Requests whose leases are not released yet."""
 
     def on_new_request(self, request: Any) -> None:
-        """Note the request: no store reads its blocks."""
+        """Record the request, of which no store reads blocks."""
         self._tracked.setdefault(request.request_id, Tracked(request))
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
@@ -544,7 +545,7 @@ class SchedulerOff:
         return plan
 
     def heard(self, reports: Sequence[WorkerReport], received: Iterable[str], *_: Any) -> None:
-        """Note which loads have ended, and which blocks are not read any more."""
+        """Record ended loads, and blocks that workers have finished reading."""
         for request_id in received:
             if request_id in self._tracked:
                 self._tracked[request_id].loading = False
@@ -562,7 +563,7 @@ class SchedulerOff:
         return True
 
     def take_events(self) -> list[Any]:
-        """Give back pins and leases that no worker has, some with each call if that raises exceptions; no events."""
+        """Release pins and leases that no worker has, some with each call if that raises exceptions; no events."""
         while self._promised:
             self._promised.popitem()[1][0].withdraw()
         while self._unsent:
@@ -579,7 +580,7 @@ class SchedulerOff:
         """Nothing depends on the weights."""
 
     def close(self) -> None:
-        """Give back what `take_events` has not given back yet, and end the client within half a second."""
+        """Release what `take_events` has not released yet, and end the client within half a second."""
         try:
             self.take_events()
         finally:

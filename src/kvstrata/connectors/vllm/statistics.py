@@ -16,7 +16,7 @@ COUNTERS = {
     "lookup_hit_tokens": "Prompt tokens that were found in the cache.",
     "lookups_left_out": "Requests not looked up because they need the activations of their whole prompt.",
     "lookup_timeouts": "Lookups that had no answer in time and counted as misses.",
-    "leases_revoked": "Leases that waiting requests gave back because others needed the room.",
+    "leases_revoked": "Leases that waiting requests returned because others needed the space.",
     "loads_sync": "Requests loaded before their forward pass.",
     "loads_async": "Requests loaded during the forward passes of others.",
     "loaded_chunks": "Chunks copied into the engine's blocks.",
@@ -37,10 +37,10 @@ COUNTERS = {
     "skipped_unnamed_media": "Requests computed without the cache because a medium has an empty identifier.",
     "skipped_counted_media": "Requests computed without the cache because vLLM numbers media instead of hashing them.",
     "skipped_unreadable_adapter": "Requests computed without the cache because their LoRA files cannot be read.",
-    "skipped_tenant_invalid": "Requests computed without the cache because kvstrata.tenant was no name of a tenant.",
+    "skipped_tenant_invalid": "Requests computed without the cache because kvstrata.tenant was not a valid name.",
     "skipped_tenant_refused": "Requests computed without the cache because the engine may not name their tenant.",
     "skipped_error": "Requests computed without the cache after an error in the connector.",
-    "stores_dropped": "Stores given up because a load that they may rest on failed.",
+    "stores_dropped": "Stores given up because a load that they may depend on failed.",
     **{
         f"miss_{reason}": f"Lookups whose first chunk not served was missed as {reason}."
         for reason in MissReason

@@ -18,15 +18,15 @@ from kvstrata.connectors.vllm.store_table import computed_before
 from kvstrata.observability.load_line import LoadLine, prompt_work
 
 LEAST_TOKENS = 128
-"""A step with fewer tokens of prompts tells little of what a token costs."""
+"""Minimum number of prompt tokens of a measured step; smaller steps say little about the time per token."""
 MAX_STEPS = 64
-"""Steps whose end is awaited; a report may be lost."""
+"""Maximum number of steps whose end is awaited, since a report may be lost."""
 STEP_TOKENS = 8_192
-"""Tokens in the steps of a long prompt, where the engine does not tell."""
+"""Assumed number of tokens in a step of a long prompt, if the engine does not report it."""
 
 
 class StepTimes:
-    """See the module. Belongs to the scheduler's thread."""
+    """Measures steps, as the module describes. Belongs to the scheduler's thread."""
 
     def __init__(self, engine: Engine, tracked: Mapping[str, Tracked]) -> None:
         """`tracked` are the lookup table's requests."""
@@ -58,7 +58,7 @@ class StepTimes:
                 del self._begun[next(iter(self._begun))]
 
     def heard(self, reports: Sequence[WorkerReport]) -> float:
-        """A step has ended. Returns the tokens at a prompt's start that are computed in a second; 0: not known."""
+        """A step has ended. Returns the tokens per second that are computed at a prompt's start; 0: unknown."""
         before_s, self._ended_s = self._ended_s, self._now()
         for report in reports:
             planned_s, work = self._begun.pop(report.step, (0.0, 0.0))

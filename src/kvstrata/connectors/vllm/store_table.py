@@ -60,8 +60,8 @@ class OtherLoads:
         """Requests that vLLM has asked about since the last step was planned."""
 
     def asked(self, tracked: Tracked, computed_tokens: int) -> None:
-        """vLLM asks about a request; its own cache has KV of so many tokens, and the request holds no blocks."""
-        # So the request builds only on KV that vLLM has just found, or that is loaded.
+        """vLLM asks about a request without blocks, of which its own cache has `computed_tokens` tokens."""
+        # The request holds no blocks, so it depends only on KV that vLLM has just found, or that is loaded.
         tracked.stale = computed_tokens > 0 and self._keys.is_stale(tracked.request)
         tracked.known_tokens, tracked.scheduled, tracked.untrusted = computed_tokens, False, False
         self._asked.add(tracked.request.request_id)
@@ -93,26 +93,25 @@ logger = logging.getLogger("vllm.kvstrata")
 
 REMEMBERED_STORES = 4096
 AWAITED_S = 10.0
-"""An engine without requests waits so long for the outcome of its last store: a report may be lost."""
+"""Maximum time that an engine without requests waits for the outcome of its last store: a report may be lost."""
 UNCONFIRMED_STEPS = 64
-"""After this many later steps a report counts as lost; vLLM has 1 or 2 more steps under way than pipeline stages."""
+"""Number of later steps after which a report counts as lost; vLLM has at most 2 more steps under way than stages."""
 MAX_OFFLOAD = "lmcache.max_offload_tokens"
 MAX_ANNOUNCED = 65_536
-"""Maximum number of chunks that are watched; beyond that, the chunk looked at longest ago is reported as removed."""
+"""Maximum number of watched chunks; beyond that, the chunk checked longest ago is reported as removed."""
 LOOKED_AT_PER_STEP = 32
 ROUND_S = 0.1
-"""Shortest time between two looks at a chunk."""
+"""Minimum time between two checks of a chunk."""
 ARRIVES_WITHIN_S = 10.0
-"""If another process is still storing a chunk when events name it, the chunk reaches L1 within this time, or never."""
+"""Time for a chunk to reach L1 if another process is still storing it when events name it."""
 
 
 class Announced:
     """Chunks that KV events named as stored, watched until they leave L1, so that events can name them as removed.
 
-    The server does not tell its clients of evictions, but the index in shared memory shows them.  Each step of vLLM
-    looks at a few chunks, first at those looked at longest ago: in a busy engine a removal is reported after at most
-    about MAX_ANNOUNCED / LOOKED_AT_PER_STEP = 2,048 steps, and never while vLLM makes no steps.  Belongs to the
-    scheduler's thread.
+    The server does not notify its clients of evictions, but the index in shared memory shows them.  Each step of vLLM
+    checks a few chunks, those checked longest ago first: a busy engine reports a removal after at most about
+    MAX_ANNOUNCED / LOOKED_AT_PER_STEP = 2,048 steps, and an idle engine never.  Belongs to the scheduler's thread.
     """
 
     def __init__(
@@ -120,11 +119,11 @@ class Announced:
         present: Callable[[Sequence[tuple[bytes, bytes]]], list[bool] | None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`present` tells for each (identity root, chain key) whether L1 has the chunk; None while that is unknown."""
+        """`present` returns for each (identity root, chain key) whether L1 has the chunk; None while unknown."""
         self._present = present
         self._now = now
         self._chunks: OrderedDict[bytes, tuple[bytes, float, float]] = OrderedDict()
-        """Key → (root, time of the last look, time until which it may still be on its way); the oldest look first."""
+        """Key → (root, time of the last check, time until which it may still arrive); the oldest check first."""
 
     def add(self, root: bytes, keys: Iterable[bytes]) -> list[bytes]:
         """Watch these chunks of an identity, which events now name as stored.
@@ -141,7 +140,7 @@ class Announced:
         return dropped
 
     def left(self) -> list[bytes]:
-        """Look at a few chunks. Returns those that have left L1, which are not watched any more."""
+        """Check a few chunks. Returns those that have left L1, and stops watching them."""
         now = self._now()
         due: list[tuple[bytes, bytes]] = []
         for key, (root, looked_s, _) in self._chunks.items():
@@ -179,7 +178,7 @@ class StoreTable:
         self._states = {group.number: group for group in groups if group.rule is Rule.STATE_AT}
         self._chunk_tokens = engine.chunk_tokens
         self._whole_of_events = next(iter(self._whole), None)
-        """The group whose stores are told as vLLM's events."""
+        """The group whose stores are announced as vLLM's events."""
         self._tails = tails
         self._store_late = engine.store_late
         self._late = LateStores(engine, keys, tails) if engine.store_late is not None else None
@@ -195,7 +194,7 @@ class StoreTable:
         self._unconfirmed: dict[int, int] = {}
         """Step with synchronous loads of unknown outcome → number of workers that have not reported the step."""
         self._others_load: set[int] = set()
-        """The steps among these in which another connector loads."""
+        """Those of these steps in which another connector loads."""
         self.failures_seen = 0
         """Number of steps with failed loads that the workers have reported."""
         self.of_finished: list[Store] = []
@@ -204,7 +203,7 @@ class StoreTable:
         self._client, self._shares_l1 = engine.client, engine.shares_l1
         self._promises = engine.settings.await_siblings
         self.promised: dict[str, tuple[PromiseCall, int]] = {}
-        """Request → the promise of its chunks, and the chunk behind the last of them."""
+        """Request → the promise of its chunks, and the index of the chunk after the last of them."""
         self.counts = self._late.counts if self._late is not None else {}
         """Totals since the scheduler side last took them."""
 
@@ -212,12 +211,12 @@ class StoreTable:
 
     @property
     def must_wait(self) -> bool:
-        """Whether stores wait for loads: no worker can tell that a load of another worker, or connector, failed."""
+        """Whether stores wait for loads: a worker cannot know whether a load of another worker or connector failed."""
         return bool(self._unconfirmed) and (self._world_size > 1 or bool(self._others_load))
 
     @property
     def awaits_news(self) -> bool:
-        """Whether vLLM should go on stepping without requests, since only a step brings the news of stores."""
+        """Whether vLLM should continue stepping without requests, since only a step brings outcomes of stores."""
         draining = self._late is not None and self._late.draining
         return draining or (bool(self._in_flight) and self._now() < self._awaited_until_s)
 
@@ -235,7 +234,7 @@ class StoreTable:
             )
             for step in lost:
                 self._forget_step(step)
-            # vLLM was told of no bad block, so it may keep bad blocks and share them with other requests.
+            # vLLM got no report of bad blocks, so it may keep them and share them with other requests.
             self._keys.distrust_engine()
             self.forget_deferred()
             for request_id in list(self.promised):
@@ -262,7 +261,7 @@ class StoreTable:
 
     def plan(self, output: Any, plan: StepPlan) -> None:
         """Add the stores of the step that vLLM's SchedulerOutput describes."""
-        # Whether a record may be looked at follows from no report of workers, so records wait for any load.
+        # No report of workers says whether a record may be considered, so records wait for any load.
         waits = self.must_wait or (bool(self._unconfirmed) and self._is_late)
         if not self.must_wait:
             plan.stores, self.of_finished = self.of_finished, []
@@ -305,7 +304,7 @@ class StoreTable:
         return self._store_late is not None and self._store_late()
 
     def _records(self, tracked: Tracked) -> LateStores | None:
-        """Where a request's chunks that are complete now are recorded; None while they are stored at once."""
+        """The late stores that record a request's complete chunks; None while chunks are stored at once."""
         return self._late if self._is_late and not tracked.stores_at_once else None
 
     def overtaken(self) -> set[int]:
@@ -318,7 +317,7 @@ class StoreTable:
         return self._late.flying if self._late is not None else set()
 
     def hold(self, tracked: Tracked, tokens: int) -> bool:
-        """Whether a hit of so many tokens waits for stores of what lies in the blocks that it will take."""
+        """Whether a hit of `tokens` tokens waits for stores of the chunks in the blocks that it will take."""
         late, blocks = self._late, -(-tokens // self._block_tokens)
         if late is None or tracked.held_steps >= HELD_STEPS or not late.must_hold(blocks):
             return False
@@ -331,7 +330,7 @@ class StoreTable:
             self._late.drain()
 
     def took_hit(self, tracked: Tracked, n_chunks: int, tokens: int) -> None:
-        """vLLM has allocated blocks for a request of which L1 had so many chunks, and tokens with a tail."""
+        """vLLM has allocated blocks for a request whose hit has `n_chunks` chunks and, with a tail, `tokens` tokens."""
         tracked.windows_next = max(tracked.windows_next, n_chunks)
         if self._records(tracked) is None:  # late stores record such chunks too
             tracked.next_store = max(tracked.next_store, n_chunks)
@@ -346,7 +345,7 @@ class StoreTable:
             tracked.next_store = tracked.tail_end = tracked.held_steps = 0
 
     def forget_deferred(self) -> None:
-        """Drop what ended requests have left: a load that it may rest on has failed."""
+        """Drop the deferred chunks of ended requests: a load that they may depend on has failed."""
         for store in self.of_finished:
             self.withdraw(store.request_id)
         self.of_finished.clear()
@@ -354,16 +353,16 @@ class StoreTable:
             self._late.forget_unconfirmed()
 
     def arrived(self, tracked: Tracked) -> None:
-        """A request has arrived: if no other waits, it is computed in the next step, and others may rely on that.
+        """A request has arrived: if no other waits, it is computed in the next step, so promise its chunks.
 
-        Its lookup was sent before, so it does not wait for anybody who waits for this promise.
+        Its lookup was sent before, so it does not wait for a request that waits for this promise.
         """
         before = next(itertools.islice(reversed(self._tracked.values()), 1, None), None)
         if _may_store(tracked) and not tracked.expects_ms and (before is None or before.scheduled):
             self._promise(tracked)
 
     def _promise(self, tracked: Tracked) -> None:
-        """Tell the other engines which chunks of a prompt, that is computed from now on, will be stored."""
+        """Promise the other engines the chunks of a prompt that is computed from now on."""
         tracked.has_promised = True
         stores_late = self._records(tracked) is not None
         shared = self._shares_l1() or self._client.has_promises
@@ -376,7 +375,7 @@ class StoreTable:
             self.promised[tracked.request.request_id] = self._client.promise(tracked.identity, chain), last
 
     def withdraw(self, request_id: str) -> None:
-        """Let nobody wait for chunks of a request, if anybody was told of them."""
+        """Withdraw the promise of a request's chunks, if there is one."""
         if self.promised and (promised := self.promised.pop(request_id, None)) is not None:
             promised[0].withdraw()
 
@@ -410,7 +409,7 @@ class StoreTable:
                 late.planned(plan.stores[-1].store_id, records)
 
     def finish(self, tracked: Tracked, tables: Sequence[Sequence[int]]) -> None:
-        """Keep a finished request's deferred chunks, and its tail, to store them with a later step. `tables`: of each
+        """Keep a finished request's deferred chunks and tail, to store them with a later step. `tables`: one per
         group."""
         if not tables or not tables[0] or not _may_store(tracked):
             return
@@ -420,7 +419,7 @@ class StoreTable:
         # The last token was sampled, not computed.
         end = self._complete_tokens(tracked, min(request.num_computed_tokens, request.num_tokens - 1))
         if tracked.deferred or self._lookahead_tokens or self._records(tracked) is not None:
-            # The token behind the last chunk may have been sampled only now.
+            # The token after the last chunk may have been sampled only now.
             chunks = self._complete_chunks(tracked, request.num_computed_tokens)
             self._add_stores(tracked, tables, chunks, self.of_finished)
         if request.num_computed_tokens >= request.num_prompt_tokens and self._tail_is_due(tracked, end):
@@ -433,7 +432,7 @@ class StoreTable:
     def _complete_tokens(self, tracked: Tracked, computed_tokens: int) -> int:
         """Number of tokens that may be stored after `computed_tokens` tokens."""
         request, ahead = tracked.request, self._lookahead_tokens
-        # A chain of draft layers has not read the last tokens to its end: it is given these tokens again.
+        # A chain of draft layers has not processed the last tokens completely: it gets these tokens again.
         tokens = min(computed_tokens - max(0, ahead - 1), request.num_tokens - ahead)
         if not self._save_decode_cache:
             tokens = min(tokens, request.num_prompt_tokens)
@@ -463,7 +462,7 @@ class StoreTable:
     ) -> None:
         """Add stores of all chunks before `chunks` that were not stored yet, as far as their keys are known.
 
-        What was added before an exception stays in `stores`, whose owner knows then which stores to give up.
+        Stores added before an exception stay in `stores`, so that its owner can give them up.
         """
         if not self._keys_known(tracked, 1):
             return
@@ -490,7 +489,7 @@ class StoreTable:
             tracked.windows_next = last
 
     def _tail_is_due(self, tracked: Tracked, end: int) -> bool:
-        """Whether these tokens end with a tail that is neither stored nor loaded, nor within a chunk that is."""
+        """Whether the first `end` tokens end with a tail that is not stored or loaded yet, itself or in a chunk."""
         step, chunk = self._tails.step_tokens, end // self._chunk_tokens
         if not self._tails.enabled or chunk < tracked.next_store:
             return False
@@ -522,9 +521,9 @@ class StoreTable:
     def _wanted(
         self, tracked: Tracked, group: CacheGroup, table: Sequence[int], first: int, last: int
     ) -> list[tuple[int, int]]:
-        """The runs of chunks in [first, last) whose windows a later hit can use, and whose blocks are there."""
+        """The runs of chunks in [first, last) whose windows a later hit can use, and whose blocks are allocated."""
         prompt = tracked.request.num_prompt_tokens
-        # The same prompt may hit up to the token before its last one.
+        # A later request with the same prompt may hit up to the token before its last one.
         ends = {prompt // self._chunk_tokens, (prompt - 1) // self._chunk_tokens, tracked.junction}
         runs: list[tuple[int, int]] = []
         for chunk in range(first, last):
@@ -558,7 +557,7 @@ class StoreTable:
         replaces: bytes = b"",
         late: Sequence[Record] = (),
     ) -> bool:
-        """Add the store of chunks [first, last) of a group, or of a tail; False if one of its blocks is not there.
+        """Add the store of chunks [first, last) of a group, or of a tail; False if one of its blocks is not allocated.
 
         Block 0 stands for "no block" in vLLM's tables.
         """
@@ -608,7 +607,7 @@ class StoreTable:
             self._stored(store_id, mask)
 
     def _dropped(self, store_id: int) -> None:
-        """Note that a store was not made: its chunks may be planned again."""
+        """A store was not made: its chunks may be planned again."""
         record = self._in_flight.pop(store_id, None)
         if record is not None:
             self.withdraw(record.request_id)
@@ -683,7 +682,7 @@ class _StoreRecord(msgspec.Struct, eq=False):
     request_id: str
     first_chunk: int
     n_chunks: int
-    """0 for a tail."""
+    """Number of chunks; 0 for a tail."""
     not_gathered: int
     not_stored: int
     late: Sequence[Record] = ()

@@ -30,7 +30,7 @@ class PromptTails:
 
     @property
     def step_tokens(self) -> int:
-        """Hits end with a multiple of so many tokens."""
+        """Hits end at a multiple of this number of tokens."""
         return self._block_tokens if self.enabled else self._chunk_tokens
 
     def of(self, tracked: Tracked, tokens: int) -> Tail | None:
@@ -46,7 +46,7 @@ class PromptTails:
         return Tail(chunk, blocks * self._block_tokens, keys[blocks - 1])
 
     def of_hit(self, tracked: Tracked, hit: LookupResult) -> Tail:
-        """The tail of a hit that has one."""
+        """The tail of a hit with a tail."""
         tail = self.of(tracked, hit.n_chunks * self._chunk_tokens + hit.tail_tokens)
         assert tail is not None, "a hit beyond its chunks has a tail"
         return tail
@@ -101,7 +101,7 @@ class PromptTails:
         return [TailSet(chunk, tokens, b"".join(keys[i] for i in numbers), in_l2=True)]
 
     def _keys(self, tracked: Tracked, chunk: int) -> list[bytes]:
-        """The keys of all tails of a chunk as far as its tokens are known, the shortest first."""
+        """The keys of all tails of a chunk whose tokens are known, the shortest first."""
         request, hasher = tracked.request, tracked.hasher
         assert hasher is not None
         start, ahead = chunk * self._chunk_tokens, hasher.lookahead_tokens

@@ -46,11 +46,11 @@ RUNS, RUN_BYTES = 64, 64
 """RUNS runs of RUN_BYTES bytes of each parameter are sampled, evenly spread over its memory; a parameter that is
 smaller than all these runs together is read whole."""
 ASK_AGAIN_S = 10.0
-"""An answer that takes longer counts as lost."""
+"""Time after which an answer counts as lost."""
 UNNAMED = "unnamed"
-"""Stands for the digest of the start where the layout identity does not name all weights."""
+"""Replaces the initial digest if the layout identity does not name all weights."""
 _numbers = itertools.count(1)
-"""Numbers of questions; each is used once in a process."""
+"""Numbers of questions, unique in a process."""
 
 
 class LoadedWeights:
@@ -59,7 +59,7 @@ class LoadedWeights:
     def __init__(self, runner: Any, *, named: bool = True) -> None:
         """`runner` has the method `get_model()`, like vLLM's model runners; this object does not keep it alive.
 
-        `named`: the layout identity names the weights, but for those that a model itself brings from other places.
+        `named`: the layout identity names the weights, except those that the model's code loads from other places.
         """
         self._runner = weakref.ref(runner)
         self._named = named and not any(
@@ -73,8 +73,8 @@ class LoadedWeights:
         """Hex digest of names, shapes, strides, dtypes and samples of all parameters; "" if they cannot be read.
 
         Persistent buffers count as parameters, because checkpoints fill them too.  Two trainings differ nearly
-        everywhere, and even one small step changes some of the samples; a change of a few numbers made by hand may not
-        be seen.  Takes some milliseconds, and waits for the device's queued work.
+        everywhere, and even one small step changes some of the samples; a manual change of a few numbers may go
+        undetected.  Takes some milliseconds, and waits for the device's queued work.
         """
         runner = self._runner()
         if runner is None:
@@ -107,9 +107,9 @@ def _is_packed(weight: Any) -> bool:
 
 
 def _product(layer: Any, weight: Any) -> Any:
-    """What a linear layer whose weight is packed makes of one fixed vector; None for other layers.
+    """The output of a linear layer with a packed weight for a fixed vector; None for other layers.
 
-    Every number of the weight has a part in it.
+    The output depends on every number of the weight.
     """
     width = getattr(layer, "input_size_per_partition", 0)
     if not (_is_packed(weight) and width and hasattr(layer, "cpu_linear")):
@@ -175,7 +175,7 @@ class WeightsVersion:
     def __init__(
         self, world_size: int, now: Callable[[], float] = time.monotonic, *, named: bool = True
     ) -> None:
-        """`named`: the layout identity names the weights of the start."""
+        """`named`: the layout identity names the initial weights."""
         self._world_size = world_size
         self._now = now
         self.named = named
@@ -189,10 +189,10 @@ class WeightsVersion:
         """Whether every worker could answer so far."""
         self.known = False
         self.mark = ""
-        """Names the weights; "" for those that the layout identity names. Valid while `known`."""
+        """Name of the weights; "" for those that the layout identity names. Valid while `known`."""
 
     def may_have_changed(self) -> None:
-        """Note a reset of caches: the weights are unknown until the workers have answered again."""
+        """Handle a reset of caches: the weights are unknown until the workers have answered again."""
         self._wanted, self._asked_s = False, math.inf
         self.number = next(_numbers)  # answers on their way are about the earlier weights
         self._was_reset = True
@@ -213,9 +213,9 @@ class WeightsVersion:
         return self.number if wanted else 0
 
     def heard(self, number: int, initial: str, digest: str) -> bool:
-        """Apply one worker's answer: digests of its start (or UNNAMED) and of now, "" if it cannot tell.
+        """Apply one worker's answer: its initial digest (or UNNAMED) and its current one, "" if it cannot compute it.
 
-        Returns whether the weights are known by this answer.
+        Returns whether this answer makes the weights known.
         """
         if number != self.number or self.known:
             return False
@@ -248,13 +248,13 @@ class WeightsVersion:
 
 
 REMEMBERED = 1024
-"""Adapters that each side remembers; the least recently used is forgotten."""
+"""Number of adapters that each side remembers; beyond it the least recently used is forgotten."""
 APPLIED_BY = ("target_modules", "enable_tower_connector_lora")
 """Settings of vLLM's LoRAConfig that decide to which layers an adapter is applied."""
 
 
 class AdapterUnreadable(Exception):
-    """A worker cannot tell which adapter it has, so its KV must not be shared."""
+    """A worker cannot identify its adapter, so its KV must not be shared."""
 
 
 class Adapters:
@@ -269,9 +269,9 @@ class Adapters:
         """`lora_int_id` of adapters that were replaced in place since vLLM's own cache was last emptied."""
 
     def name(self, lora: Any) -> str | None:
-        """The adapter's part of a request identity: "" for no adapter, None while the workers have not told.
+        """The adapter's part of a request identity: "" for no adapter, None until the workers have answered.
 
-        `lora` is vLLM's LoRARequest or None.  Raises AdapterUnreadable if a worker cannot tell its content.
+        `lora` is vLLM's LoRARequest or None.  Raises AdapterUnreadable if a worker cannot read its content.
         """
         if lora is None:
             return ""
@@ -293,7 +293,7 @@ class Adapters:
         ]
 
     def heard(self, number: int, digest: str) -> int:
-        """Apply a worker's answer; "" if it cannot tell, or has another adapter in the place of the one it told.
+        """Apply a worker's answer; "" if it cannot read the adapter, or has another one in its place now.
 
         Returns the `lora_int_id` of an adapter that was replaced, else 0.
         """
@@ -349,7 +349,7 @@ class LoadedAdapters:
 
     @guarded(False)
     def still(self, number: int) -> bool:
-        """Whether this worker has the adapter by which it answered the question `number`, or an equal one."""
+        """Whether this worker still has the adapter that it reported for the question `number`, or an equal one."""
         if number not in self._told:
             return False
         lora, told, digest = self._told[number]
@@ -382,7 +382,7 @@ class LoadedAdapters:
 
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors and numbers of which a value consists, each with its place in it, in a fixed order."""
+    """The tensors and numbers in a value, each with its path, in a fixed order."""
     if isinstance(value, dict):
         value = sorted(value.items())
     if isinstance(value, (list, tuple)):

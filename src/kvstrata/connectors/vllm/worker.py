@@ -38,17 +38,17 @@ from kvstrata.types import EXTENT, LeaseName, RequestIdentity
 logger = logging.getLogger("vllm.kvstrata")
 
 WAIT_S = 1.0
-"""Longest wait for copies in one step."""
+"""Maximum wait for copies in one step."""
 SLEEP_WAIT_S = 30.0
-"""Time that copies under way get to end when vLLM takes the blocks' memory away."""
+"""Time for copies under way to end before vLLM unmaps the blocks' memory."""
 CLOSE_WAIT_S = 2.0
-"""Time that stores get to end at shutdown."""
+"""Time for stores to end at shutdown."""
 IDENTITIES_REMEMBERED = 1024
 
 
 @dataclasses.dataclass(eq=False)
 class GroupSide:
-    """What a worker has for one KV cache group: a client of its own, a mover of the group's blocks, and its slice.
+    """A worker's parts for one KV cache group: a client of its own, a mover of the group's blocks, and its slice.
 
     The caller starts `client`; the worker's side closes it.
     """
@@ -56,9 +56,9 @@ class GroupSide:
     client: CacheClient
     mover: Mover
     slice_digest: bytes
-    """Names the slice that this worker holds."""
+    """Digest of the slice that this worker holds."""
     record_blocks: int
-    """Blocks that a chunk's record holds."""
+    """Number of blocks in a chunk's record."""
     _identities: dict[RequestIdentity, Identity] = dataclasses.field(default_factory=dict)
 
     def identity(self, request: RequestIdentity) -> Identity:
@@ -76,7 +76,7 @@ class _Stored:
     store: Store
     job: StoreJob
     read: bool = False
-    """The report says, or said, that the blocks are not read any more."""
+    """Whether a report has said that the blocks are not read any more."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -86,7 +86,7 @@ class _Loading:
     job: LoadJob
     begun_s: float
     late: bool = False
-    """The model computed on blocks of this load before they were copied."""
+    """Whether the model computed on blocks of this load before they were copied."""
 
 
 class _Copies:
@@ -97,20 +97,20 @@ class _Copies:
         self._stores: list[_Stored] = []
         self._loads: list[_Loading] = []
         self._open: set[str] = set()
-        """Requests of whose asynchronous loads further parts follow."""
+        """Requests with an asynchronous load of which further parts follow."""
         self._bad_blocks: set[int] = set()
         """Blocks whose load failed, unless `by_request`."""
         self._bad_requests: set[str] = set()
-        """Requests of which a load failed, with `by_request`."""
+        """Requests with a failed load, with `by_request`."""
 
     def take_bad_requests(self, received: Iterable[str]) -> set[str]:
-        """Of these requests, those of which a load failed, so that they must be computed from the start."""
+        """Those of these requests with a failed load, which must be computed from the start."""
         bad = self._bad_requests.intersection(received)
         self._bad_requests -= bad
         return bad
 
     def take_bad_blocks(self) -> set[int]:
-        """Blocks whose load failed since the last call, so that they must be computed."""
+        """Blocks whose load failed since the last call, and which must be computed."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
@@ -138,7 +138,7 @@ class _Copies:
                 )
 
     def _note_part(self, load: Load) -> None:
-        """Note whether a further part of a load follows."""
+        """Record whether a further part of a load follows."""
         (self._open.add if load.more else self._open.discard)(load.request_id)
 
     def _still_loading(self) -> set[str]:
@@ -146,7 +146,7 @@ class _Copies:
         return {loading.load.request_id for loading in self._loads} | self._open
 
     def _failed(self, load: Load, blocks: Iterable[int]) -> None:
-        """Note that these blocks of a load were not filled."""
+        """Record that these blocks of a load were not filled."""
         if self._by_request:
             self._bad_requests.add(load.request_id)
         else:
@@ -157,7 +157,7 @@ class WorkerSide(_Copies):
     """One worker. vLLM's worker thread calls all methods; jobs end on other threads.
 
     `close` closes the clients of `groups`.  With `by_request` (see `groups.whole_hits`) all loads are asynchronous, and
-    vLLM is told of requests that could not be loaded instead of blocks.
+    failures are reported to vLLM by request instead of by block.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class WorkerSide(_Copies):
         self._unordered: set[int] = set()
         """Sections for whose copies the forward pass does not wait yet."""
         self._failed_unbegun = False
-        """A synchronous load of the step never began."""
+        """Whether a synchronous load of the step never began."""
         self._failures = 0
         self._suspended = False
         self._report = WorkerReport(0)
@@ -259,7 +259,7 @@ class WorkerSide(_Copies):
             self._unordered.discard(section)
 
     def end_loads(self) -> None:
-        """Called once the forward pass is on the device: find out how the synchronous loads ended. Idempotent."""
+        """Called once the forward pass is on the device: determine how the synchronous loads ended. Idempotent."""
         failed, self._failed_unbegun = self._failed_unbegun, False
         if self._unordered:
             logger.error(
@@ -356,10 +356,10 @@ class WorkerSide(_Copies):
         return counts
 
     def suspend(self) -> None:
-        """Called before vLLM takes the blocks' memory away: end all copies, begin none until `resume`. Idempotent.
+        """Called before vLLM unmaps the blocks' memory: end all copies, begin none until `resume`. Idempotent.
 
-        Copies that have not begun are given up; their stores are reported as dropped, their loads as failed.  Raises
-        RuntimeError when a copy does not end in time; copying then goes on, and the memory must stay.
+        Copies that have not begun are dropped; their stores are reported as dropped, their loads as failed.  Raises
+        RuntimeError when a copy does not end in time; copying then continues, and the memory must stay mapped.
         """
         self._suspended = True
         self.end_loads()
@@ -378,7 +378,7 @@ class WorkerSide(_Copies):
         self._suspended = False
 
     def close(self) -> None:
-        """Give stores a moment to end, stop all copies, and detach from the server."""
+        """Wait up to CLOSE_WAIT_S for stores, stop all copies, and detach from the server."""
         deadline = self._now() + patience(CLOSE_WAIT_S)
         for entry in self._stores:
             if not entry.job.done.wait(max(0.0, deadline - self._now())):
@@ -386,7 +386,7 @@ class WorkerSide(_Copies):
         super().close()
 
     def turn_off(self) -> WorkerOff:
-        """After an error of ours: what takes this side's place until the engine is started again."""
+        """After an error of ours: the object that replaces this side until the engine is started again."""
         return WorkerOff(self)
 
     # -- inside ----------------------------------------------------------------------------------------------
@@ -395,7 +395,7 @@ class WorkerSide(_Copies):
         # Asynchronous loads begin first, because a synchronous load may copy in this thread until it has ended.
         loads = deque(sorted(plan.loads, key=lambda load: not load.asynchronous))
         stores, awaited = deque(plan.stores), set(plan.awaited)
-        # Nothing is changed before, so that after an error the plan is taken up either as a whole or not at all.
+        # No state changes before this, so that after an error the plan is accepted either as a whole or not at all.
         self._step, self._to_begin, self._to_store, self._to_await = plan, loads, stores, awaited
         self._report.step = plan.step
         if plan.weigh:
@@ -410,7 +410,7 @@ class WorkerSide(_Copies):
         return False
 
     def _order(self, section: int | None) -> None:
-        """Make the model's further work wait for this section of the synchronous loads; None: for all sections."""
+        """Make the model's subsequent work wait for this section of the synchronous loads; None: for all sections."""
         for loading in self._synchronous:
             left_s = max(0.0, self._waits_end_s - self._now())
             loading.late |= not self._mover.await_section(loading.job, section, left_s)
@@ -526,7 +526,7 @@ class WorkerOff(_Copies):
         self._stores, self._loads = side._stores, [*side._loads, *side._synchronous]
         self._gathered = [*side._report.gathered, *(store.store_id for store in side._to_store)]
         self._unreleased: list[tuple[int, LeaseName]] = []
-        """The group and lease of each load that never began and whose lease is not given back yet."""
+        """The group and lease of each load that never began and whose lease is not released yet."""
         for load in side._to_begin:
             self._refuse(load)
         for entry in self._stores:
@@ -537,7 +537,7 @@ class WorkerOff(_Copies):
     def before_step(self, plan: StepPlan) -> None:
         """Refuse the step's loads and stores."""
         if plan is self._step:
-            return  # the error came after the plan was taken up
+            return  # the error came after the plan was accepted
         self._step = plan
         self._awaited |= plan.awaited
         self._gathered += [store.store_id for store in plan.stores]
@@ -545,7 +545,7 @@ class WorkerOff(_Copies):
             self._refuse(load)
 
     def start_loads(self, *, layerwise: bool = False) -> None:
-        """Give leases back."""
+        """Release leases."""
         while self._unreleased:
             group, lease = self._unreleased.pop()
             self._groups[group].client.release([lease])

@@ -39,7 +39,7 @@ logger = logging.getLogger("vllm.kvstrata")
 
 
 def is_tested(version: str) -> bool:
-    """Whether a version, which may name a build (`0.32.0+cpu`), is among TESTED."""
+    """Whether a version, possibly with a build suffix (`0.32.0+cpu`), is among TESTED."""
     return version.partition("+")[0] in TESTED
 
 

@@ -18,11 +18,11 @@ from typing import Any
 logger = logging.getLogger("vllm.kvstrata")
 
 ASKED = ("CPU_ATTN",)
-"""Backends whose arrangement is found out by packing; those of a GPU would need the device before the first request."""
+"""Backends whose packing is determined by a trial; those of a GPU would need the device before the first request."""
 
 
 def arrangement_namer(version: str) -> Callable[[str, Any, Any], str]:
-    """A function of (backend, spec, attention layer) that names the arrangement: `#DIGEST`, or `@VERSION`."""
+    """A function of (backend, spec, attention layer) that returns the packing's name: `#DIGEST`, or `@VERSION`."""
     known: dict[tuple[Any, ...], str] = {}
 
     def name(backend: str, spec: Any, module: Any) -> str:
@@ -57,10 +57,10 @@ def _name(spec: Any, module: Any, version: str) -> str:
 
 
 def _packed(spec: Any, module: Any) -> bytes:
-    """The bytes of a block that this layer's vLLM fills with the same numbers in every process.
+    """The bytes of a block that vLLM has packed from numbers that are the same in every process.
 
-    Where each head is packed as if it were alone, they are those of the first head: ranks with other numbers of heads
-    then name their arrangement alike, and their records can be recut.
+    If heads are packed independently of each other, only the first head's bytes: ranks with other numbers of heads then
+    get the same name, and their records can be recut.
     """
     last = spec.num_kv_heads - 1
     packed = _pack(spec, module, range(last + 1))
@@ -72,7 +72,7 @@ def _packed(spec: Any, module: Any) -> bytes:
 
 
 def _pack(spec: Any, module: Any, heads: Sequence[int]) -> list[bytes]:
-    """The bytes of each of these heads in a block that has no others."""
+    """The bytes of each of these heads in a block that has only these heads."""
     import torch
 
     tokens, size = spec.block_size, spec.head_size
@@ -86,7 +86,7 @@ def _pack(spec: Any, module: Any, heads: Sequence[int]) -> list[bytes]:
 
 
 def _numbers(seed: int, count: int) -> Any:
-    """Thousands of unlike numbers between 2^-15 and 2^15, which float16 can hold, in no order."""
+    """`count` pseudo-random numbers between 2^-15 and 2^15, which float16 can hold."""
     import torch
 
     draw = torch.Generator().manual_seed(1 + seed)
@@ -95,7 +95,7 @@ def _numbers(seed: int, count: int) -> Any:
 
 
 def _dtype(spec: Any) -> Any:
-    """The dtype of the numbers that the model gives to this layer: that of its KV, unless KV is quantised."""
+    """The dtype of this layer's inputs: that of its KV, unless KV is quantised."""
     import torch
 
     return spec.dtype if spec.dtype.is_floating_point and spec.dtype.itemsize > 1 else torch.bfloat16

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 
 def follow_sleep(connector: Any, model_config: Any) -> None:
-    """If this vLLM never calls `unregister_kv_caches` and `restore_kv_caches`, let its sleep backend call them."""
+    """If this vLLM does not call `unregister_kv_caches` and `restore_kv_caches`, make its sleep backend call them."""
     if model_config.enable_sleep_mode and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
         wrap_loader(
             SleepModeBackendFactory._registry,
@@ -29,7 +29,7 @@ def follow_sleep(connector: Any, model_config: Any) -> None:
 def wrap_loader(
     registry: dict[str, Any], name: str, before: Callable[[], None], after: Callable[[], None]
 ) -> None:
-    """Let the backend `name` call `before` before it takes KV memory away, and `after` once that memory is back.
+    """Make the backend `name` call `before` before it unmaps KV memory, and `after` when that memory is back.
 
     `registry` is `SleepModeBackendFactory._registry`: functions that return a backend's class.  A later call for the
     same name replaces both functions.  An exception of `before` prevents vLLM's sleep.
