@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 MIN_RECORD_BYTES = 512
-"""Length of a record's two headers together: anything shorter is no record."""
+"""Length of a record's two headers together, and so the minimum length of a record."""
 
 
 class Presence(enum.IntEnum):
@@ -47,16 +47,16 @@ class Presence(enum.IntEnum):
     ABSENT = 0
     PRESENT = 1
     UNKNOWN = 2
-    """The medium did not answer, or not in time; treat the key as a miss now, and ask again next time."""
+    """The medium did not answer in time, or at all; treat the key as a miss now, and ask again next time."""
 
 
 PHASES = ("lookup", "wait", "medium", "verify", "promote")
-"""Where the time of loads goes: asking what is stored; waiting, at the tier, in the adapter's lane, or for another load
-of the same record; reading; verifying checksums; making the records visible in L1."""
+"""Phases of loads: asking which records are stored; waiting (at the tier, in the adapter's lane, or for another load of
+the same record); reading; verifying checksums; making the records visible in L1."""
 
 
 class Ask:
-    """How the keys of a question belong together, and why its answer is not complete. One object for one question."""
+    """How the keys of a request belong together, and why its answer is incomplete. One object per request."""
 
     __slots__ = ("each", "owner", "phases", "reason")
 
@@ -66,29 +66,29 @@ class Ask:
         self.each = each
         """Whether each key is useful by itself; else key i is useful only if keys 0..i-1 are present."""
         self.owner = owner
-        """The instance that is to be asked first, as only a medium that reads other instances understands it."""
+        """The instance to ask first, encoded for the medium that reads other instances; other media ignore it."""
         self.reason = ""
-        """Set by the adapter: a short word (deadline, breaker_open, throttled, io, …) why some keys are UNKNOWN."""
+        """Set by the adapter: a reason code (deadline, breaker_open, throttled, io, …) why some keys are UNKNOWN."""
         self.phases = phases or dict.fromkeys(PHASES, 0.0)
-        """Seconds of each phase of the loads.  Whoever calls `load` counts all of it as `medium`; an adapter that can
+        """Seconds of each phase of the loads.  The caller of `load` counts all of it as `medium`; an adapter that can
         measure its other phases moves their seconds from there."""
 
     def unknown(self, keys: bytes, reason: str) -> bytes:
-        """The answer that says of no key whether it is present, for this reason."""
+        """The answer UNKNOWN for all keys, for this reason."""
         self.reason = reason
         return bytes([Presence.UNKNOWN]) * (len(keys) // KEY_BYTES)
 
 
 class Outcome(enum.IntEnum):
-    """How one item of a batch has ended; see the invariants."""
+    """The outcome of one item of a batch; see the invariants."""
 
     STORED = 0
     EXISTS = 1
     """The medium already has the record."""
     THROTTLED = 2
-    """The adapter takes no more now; the same put may succeed later."""
+    """The adapter accepts no more now; the same put may succeed later."""
     FAILED = 3
-    """Of a put or a load."""
+    """The put or load failed."""
     LOADED = 4
     ABSENT = 5
     CORRUPT = 6
@@ -99,18 +99,18 @@ class Outcome(enum.IntEnum):
 class Item(msgspec.Struct, eq=False):
     """One record to put, or to load to the start of an extent; the medium settles it.
 
-    `hold.view()` of a put is the whole record, headers and payload, which the adapter only reads.  Of a load,
-    `hold.length` is the room; the record may be shorter, as a tail is.  Nobody is told how long the record was: its
-    headers say so.
+    For a put, `hold.view()` is the whole record, headers and payload, which the adapter only reads.  For a load,
+    `hold.length` is the length of the extent; the record may be shorter, as a tail is.  The record's headers have its
+    length, so the adapter does not report it.
     """
 
     key: bytes
     hold: Hold
     ask: Ask | None = None
-    """How the key of a load was asked for; None: as one of a leading part. (`reason` has no meaning here.)"""
+    """The request of a load, for its `each` and `owner`; None: the key is part of a prefix."""
     outcome: Outcome = Outcome.UNSETTLED
     reason: str = ""
-    """A short word for THROTTLED and FAILED (full, deadline, io, …), empty otherwise."""
+    """A reason code for THROTTLED and FAILED (full, deadline, io, …), empty otherwise."""
 
     def settle(self, outcome: Outcome, reason: str = "") -> None:
         """Set the outcome and drop the hold: the medium has finished with the bytes. Any thread, once."""
@@ -119,7 +119,7 @@ class Item(msgspec.Struct, eq=False):
 
 
 def failed(items: Sequence[Item], reason: str) -> list[Item]:
-    """Items in place of these, which the medium may still settle: FAILED for this reason."""
+    """Copies of these items with the outcome FAILED; the medium may still settle the originals."""
     return [Item(item.key, item.hold, item.ask, Outcome.FAILED, reason) for item in items]
 
 
@@ -127,15 +127,15 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What the server may expect of an adapter."""
 
     persistent: bool
-    """Keeps its records across a restart of this process."""
+    """Whether it keeps its records across a restart of this process."""
     shared: bool
-    """Other instances put and delete on the same medium, so answers about presence may be stale."""
+    """Whether other instances put and delete on the same medium, so that answers about presence may be stale."""
     medium: str = ""
-    """A word that instances have in common which share one medium, and no others; empty: not known."""
+    """A name that is equal for exactly those instances that share one medium; empty: unknown."""
     max_batch: int = 64
     wants_registered_memory: bool = False
     takes_puts: bool = True
-    """False: chunks are only loaded from the medium, never put into it."""
+    """Whether chunks are put into the medium, or else only loaded from it."""
     can_delete: bool = True
     lists: bool = False
     """`list_keys` is implemented; through it the cluster's controllers learn of records stored before this start."""
@@ -149,7 +149,7 @@ def two_bytes(slice_digest: bytes) -> int:
 
 
 class AdapterContext(NamedTuple):
-    """What the server gives an adapter to use until the adapter is closed."""
+    """The server's resources that an adapter may use until it is closed."""
 
     instance_id: str
     clock: Clock
@@ -157,7 +157,7 @@ class AdapterContext(NamedTuple):
     region_bytes: int
     """The pool's mapping, to register with devices; valid until `close` has returned."""
     record_evicted: Callable[[bytes], None]
-    """Tells the server that the adapter's own cap dropped a key (thread-safe)."""
+    """Reports to the server that the adapter's own cap dropped a key (thread-safe)."""
     region_fd: int = -1
     """The server's descriptor of the file behind the mapping, so that an adapter host can map it; -1: no file."""
     lock_fd: int = -1
@@ -166,7 +166,7 @@ class AdapterContext(NamedTuple):
     -1: no such file.
     """
     element_bytes_of: Callable[[bytes], int] = two_bytes
-    """Bytes of a number of the payloads of a slice digest, as engines have declared them (thread-safe)."""
+    """Slice digest → element size in bytes of its payloads, as declared by engines (thread-safe)."""
 
 
 Counts = Annotated[
@@ -189,7 +189,7 @@ Remarks = Annotated[
 
 
 class Usage(NamedTuple):
-    """What a medium holds; `capacity_bytes` 0 means unlimited."""
+    """Bytes and records in a medium; `capacity_bytes` 0 means unlimited."""
 
     used_bytes: int
     capacity_bytes: int
@@ -224,7 +224,7 @@ def read_checked(name: str, operation: str, ask: Callable[[], object], kind: Any
 
 
 MORE_KEYS = 64
-"""How many keys a page may have beyond the requested number, since one cursor may stand for several keys."""
+"""Number of keys by which a page may exceed the requested number, since one cursor may stand for several keys."""
 
 
 class KeyPage(NamedTuple):
@@ -245,9 +245,9 @@ class StorageAdapter(ABC):
     async def open(self, context: AdapterContext) -> None:
         """Make the medium ready.
 
-        Raises ConfigError that says what to change when something is wrong, which stops the start of the server.
-        Raises anything else, StorageError in general, when the medium cannot be reached now: the server serves without
-        it, and opens another adapter of the same settings again and again.  Nothing is left open then.
+        Raises ConfigError, which says what to change and stops the start of the server, if the configuration is wrong.
+        Raises any other exception, usually StorageError, if the medium cannot be reached now: the server serves without
+        it, and periodically opens a new adapter with the same settings.  Nothing is left open then.
         """
 
     @abstractmethod
@@ -257,10 +257,10 @@ class StorageAdapter(ABC):
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
         """A page of stored keys from `cursor` on (0: the first page); it has at most `most` + MORE_KEYS keys.
 
-        A record that is there during the whole listing, from the call for the first page to the call for the last, is
-        named at least once; a record that is put or removed during the listing may be named or not.  An empty page need
-        not be the last one.  None: the medium cannot list now; begin again later.  Called only if `capabilities.lists`.
-        It must be quick, so the keys must come from an index.
+        A record that is stored during the whole listing, from the call for the first page to the call for the last, is
+        listed at least once; a record that is put or removed during the listing may be listed or not.  An empty page
+        need not be the last one.  None: the medium cannot list now; begin again later.  Called only if
+        `capabilities.lists`.  It must be fast, so the keys must come from an index.
         """
         return None
 
@@ -296,7 +296,7 @@ class StorageAdapter(ABC):
 
     @abstractmethod
     async def usage(self) -> Usage:
-        """The bytes and records that the medium holds now; a shared one may count only those of this server."""
+        """The bytes and records in the medium now; a shared medium may count only those of this server."""
 
     @abstractmethod
     async def close(self) -> None:

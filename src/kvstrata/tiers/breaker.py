@@ -12,18 +12,18 @@ import enum
 
 
 class BreakerState(enum.Enum):
-    """What a breaker lets through."""
+    """The state of a breaker, which decides which operations it admits."""
 
     CLOSED = "closed"
-    """Everything."""
+    """All operations."""
     OPEN = "open"
-    """Nothing, until its time is over."""
+    """No operation, until its time is over."""
     PROBING = "probing"
-    """Nothing more until the probe, the one operation that it has let through, has ended."""
+    """No operation until the admitted probe has ended."""
 
 
 class Breaker:
-    """A circuit breaker, see the module. Not thread-safe."""
+    """A circuit breaker. Not thread-safe."""
 
     def __init__(self, failures: int, open_s: float, max_open_s: float) -> None:
         """`failures`: number of failures in a row that opens the breaker."""
@@ -49,13 +49,13 @@ class Breaker:
         return True
 
     def ended(self, well: bool, now_s: float) -> None:
-        """Note how an admitted operation ended."""
+        """Report the end of an admitted operation."""
         if well:
             self._failed_in_a_row = 0
             self._open_s = self._first_open_s
             self.state = BreakerState.CLOSED
             return
-        if self.state is BreakerState.OPEN:  # let through before the breaker opened
+        if self.state is BreakerState.OPEN:  # admitted before the breaker opened
             return
         if self.state is BreakerState.PROBING:
             self._open_s = min(2 * self._open_s, self._max_open_s)
@@ -67,6 +67,6 @@ class Breaker:
         self._until_s = now_s + self._open_s
 
     def late_but_well(self, now_s: float) -> None:
-        """Note that an operation counted as failed has ended well after all: the next operation may probe at once."""
+        """An operation that was counted as failed has succeeded after all: the next operation may probe at once."""
         if self.state is BreakerState.OPEN:
             self._until_s = min(self._until_s, now_s)

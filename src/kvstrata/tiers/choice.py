@@ -25,10 +25,10 @@ Seconds = Callable[[int], float]
 
 
 def best_end(ends: Iterable[int], load_s: Seconds, compute_s: Seconds, *, probes: bool = False) -> int:
-    """At which of these ends of the hit the whole prompt is expected soonest; the longest hit unless it is far worse.
+    """The end of the hit with which the whole prompt is expected soonest; the longest hit unless it is far worse.
 
-    `load_s(end)`: seconds to load what lies before an end, which no longer hit makes less; `compute_s(end)`: to compute
-    what lies behind it.  `probes`: take the other way, if it costs little.
+    `load_s(end)`: seconds to load the chunks before an end, which must not decrease with it; `compute_s(end)`: seconds
+    to compute the chunks after it.  `probes`: choose the other alternative, if that costs little.
     """
     times: Mapping[int, float] = {end: load_s(end) + compute_s(end) for end in ends}
     longest = max(times)

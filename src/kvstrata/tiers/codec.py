@@ -86,7 +86,7 @@ MOST_KEYS = 8
 class ZstdOptions(NamedTuple):
     level: int = 1
     planes: int | None = None
-    """Bytes of a number (1 or 2); None: as the identity's dtype says, 2 where that is not known."""
+    """Element size in bytes (1 or 2); None: that of the identity's dtype, or 2 if unknown."""
 
 
 class ChainSettings(NamedTuple):
@@ -98,7 +98,7 @@ class ChainSettings(NamedTuple):
     mac_key: bytes = b""
     """For mac; empty: no mac. Never together with `master_key`, since aes-gcm authenticates as well."""
     old_keys: tuple[bytes, ...] = ()
-    """Keys with which records are still read."""
+    """Old keys, for reading only."""
 
     @property
     def encodes(self) -> bool:
@@ -125,7 +125,7 @@ class _Keyed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_chain(value: object, path: str) -> ChainSettings:
-    """The chain that the field `path` asks for. Raises ConfigError naming the parts that are wrong."""
+    """The chain in the field `path`. Raises ConfigError naming the wrong parts."""
     if value is None:
         return ChainSettings()
     entries = value if isinstance(value, list) else [value]
@@ -213,7 +213,7 @@ AES_GCM, MAC = 5, 6
 SEALS = (AES_GCM, MAC)
 ID_BYTES, NONCE_BYTES, TAG_BYTES = 8, 12, 16
 SEAL_BYTES = ID_BYTES + NONCE_BYTES + TAG_BYTES
-"""Most bytes that a seal adds."""
+"""Maximum number of bytes that a seal adds."""
 WRONG_KEY = "wrong_key"
 MOST_DERIVED = 4096
 _INFO = {AES_GCM: b"kvstrata aes-gcm 2", MAC: b"kvstrata mac 1"}
@@ -224,7 +224,7 @@ _ROW_BYTES = 16
 
 
 class CannotDecode(Exception):
-    """A sound record that this server cannot decode. `reason` is a short word for outcomes."""
+    """A record that may be sound but cannot be decoded by this server. `reason` is the reason code for outcomes."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -250,7 +250,7 @@ class Seals:
     def write(
         self, identity: bytes, plain: memoryview, record: memoryview, start: int, n_sections: int
     ) -> None:
-        """Write everything behind the headers, which are in place; `plain` may already lie at its place in `record`."""
+        """Write everything after the headers, which are in place; `plain` may already lie at its place in `record`."""
         key_id, nonce = next(iter(self._texts)), os.urandom(NONCE_BYTES)
         cipher = _cipher(self._key(self.writes, key_id, identity), nonce).encryptor()
         at = start + ID_BYTES + NONCE_BYTES
@@ -260,7 +260,7 @@ class Seals:
             body = record[at : len(record) - TAG_BYTES]
             cipher.authenticate_additional_data(body)
         else:
-            # The library wants spare room behind the ciphertext; the room for the tag is there.
+            # The library needs spare bytes after the ciphertext; the bytes for the tag are there.
             cipher.update_into(plain, record[at:])
         cipher.finalize()
         record[len(record) - TAG_BYTES :] = cipher.tag
@@ -270,7 +270,7 @@ class Seals:
     ) -> memoryview:
         """Check the bytes that a codec of this module wrote, decrypt them in place, and return that codec's input.
 
-        Raises BadRecord, or CannotDecode if they were written with a key that is not here, or do not authenticate.
+        Raises BadRecord, or CannotDecode if they were written with an unknown key, or do not authenticate.
         """
         at, end = start + ID_BYTES + NONCE_BYTES, len(stored) - TAG_BYTES
         if end < at:
@@ -361,12 +361,12 @@ class _Tools:
 
 
 class Chain:
-    """The codecs of one adapter. It decodes with any codec that a record names, if it has the library and the key."""
+    """The codecs of one adapter. It decodes with any codec that a record names, if library and key are available."""
 
     def __init__(self, settings: ChainSettings) -> None:
         self.settings = settings
         self._tools: collections.deque[_Tools] = collections.deque()
-        """Tools that no thread uses now; they are kept because making them is expensive."""
+        """Unused tools, kept because making them is expensive."""
         self._has_zstd = importlib.util.find_spec("zstandard") is not None
         self.seals = Seals(settings)
 
@@ -397,8 +397,8 @@ class Chain:
     def encode(self, source: memoryview, target: memoryview, element_bytes_of: Callable[[bytes], int]) -> int:
         """Encode the record `source` into `target`, which is `staging_bytes` long; returns the result's length.
 
-        The length is 0 if no codec changed the record; store it as it is then.  (zstd is left out where it
-        would not make the record shorter.)  `element_bytes_of(slice digest)`: bytes of a number of the payload.
+        The length is 0 if no codec changed the record; store it as it is then.  (zstd is skipped if it would not make
+        the record shorter.)  `element_bytes_of(slice digest)`: element size of the payload in bytes.
         """
         source_at, source_bytes = buffer_address(source), len(source)
         header = core.record_header(source_at, source_bytes)
@@ -533,7 +533,7 @@ class Chain:
 
 
 def _frame_bytes(n: int) -> int:
-    """The longest result of the zstd codec for n bytes."""
+    """Maximum length of the zstd codec's result for n bytes."""
     return _LENGTH.size + 4 * -(-n // SLAB_BYTES) + n
 
 
@@ -543,7 +543,7 @@ def _clear(target: memoryview) -> None:
 
 
 def _fill(reader: Any, out: memoryview) -> int:
-    """Fill `out` from the reader; returns the number of bytes, -1 if it has more than fit."""
+    """Fill `out` from the reader. Returns the number of bytes; -1 if the reader has more than fit."""
     done = 0
     while done < len(out):
         count = reader.readinto(out[done:])
@@ -556,11 +556,11 @@ def _fill(reader: Any, out: memoryview) -> int:
 # -- batches ---------------------------------------------------------------------------------------------------
 
 STAGING = "staging"
-"""The reason of an item that found no room in staging, and none to wait for."""
+"""The reason of an item for which staging had no space and could not get any."""
 
 
 class Codec:
-    """Encodes what is put into one medium, and decodes what is loaded from it. Belongs to the event loop."""
+    """Encodes records put into one medium, and decodes records loaded from it. Belongs to the event loop."""
 
     def __init__(
         self, name: str, settings: ChainSettings, *, staging_bytes: int = 256 << 20, workers: int = 2
@@ -568,14 +568,14 @@ class Codec:
         """`name` of the tier. `workers` threads encode and decode."""
         self.name = name
         self.element_bytes_of: Callable[[bytes], int] = two_bytes
-        """Bytes of a number of the payloads of a slice digest."""
+        """Slice digest → element size in bytes of its payloads."""
         self.counts: collections.Counter[str] = collections.Counter()
-        """Records (bytes where the name says so) by outcome, counted each time they were put or loaded."""
+        """Number of records (bytes if the name says so) by outcome, counted at each put or load."""
         self._chain = Chain(settings)
         self._staging = Staging(staging_bytes)
         self._lanes = Lanes(f"{name[:5]}-codec", num_workers=workers)
         self._undecodable: set[str] = set()
-        """The reasons with which records could not be decoded, and which are logged."""
+        """The reasons for which records could not be decoded that were logged already."""
 
     def stats(self) -> dict[str, int]:
         """The counters."""
@@ -588,9 +588,9 @@ class Codec:
     async def _room(
         self, length: int, for_put: bool, flush: Callable[[], Awaitable[None]]
     ) -> tuple[Block | None, str]:
-        """Staging for a record of this length in L1, or why there is none.
+        """Staging for a record of this length in L1, or the reason why there is none.
 
-        `flush` is awaited before a wait: room may come only when the records before this one have left staging.
+        `flush` is awaited before a wait: space may become free only when the records before this one leave staging.
         """
         staging, need_bytes = self._staging, self._chain.staging_bytes(length)
         if not staging.fits(need_bytes, for_put=for_put):
@@ -625,7 +625,7 @@ class Codec:
                 item.settle(Outcome.FAILED if why == STAGING_TOO_SMALL else Outcome.THROTTLED, why)
             else:
                 staged.append((item, work))
-            block = work = None  # the next record may wait for the room of this one
+            block = work = None  # the next record may wait for this one's block
         await flush()
 
     def _encode(self, item: Item, block: Block) -> Item:
@@ -688,11 +688,11 @@ class Codec:
                 staged.append((item, block))
             else:
                 item.settle(Outcome.FAILED, why)
-            block = None  # the next record may wait for the room of this one
+            block = None  # the next record may wait for this one's block
         await flush()
 
     async def _load_staged(self, medium: StorageAdapter, staged: list[tuple[Item, Block]]) -> None:
-        """Load these items into their blocks, and decode them; takes over the list."""
+        """Load these items into their blocks, and decode them; takes ownership of the list."""
         loads = [
             Item(item.key, cast("Hold", StagingHold(block, item.key, block.room)), item.ask)
             for item, block in staged
@@ -732,7 +732,7 @@ class Codec:
             outcome, reason = Outcome.LOADED, ""
         except CannotDecode as error:
             reason = error.reason
-            if reason not in self._undecodable:  # of a storage with other codecs, all records come here
+            if reason not in self._undecodable:  # if the storage has other codecs, every record fails so
                 self._undecodable.add(reason)
                 what = "%s: record %s: %s; more such records are only counted (%s). Give all its servers the same codec"
                 log.warning(what, self.name, item.key.hex()[:16], str(error), reason)

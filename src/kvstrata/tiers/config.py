@@ -61,7 +61,7 @@ ELSEWHERE = (
 """Types of other cache servers that kvstrata lacks; an installed plugin may provide them."""
 
 Make = Callable[[], StorageAdapter]
-"""Makes the bare adapter, not open. Raises ConfigError for a mistake in the fields that shows only then."""
+"""Makes the bare adapter, not open. Raises ConfigError for a mistake in the fields that is detected only then."""
 
 
 class StorePolicy(enum.StrEnum):
@@ -126,18 +126,18 @@ class Medium(NamedTuple):
     Nothing is opened.  It runs in the server, and for an isolated tier again in the child.
     """
     hosted: bool = False
-    """The adapter runs in a process of its own unless its entry says otherwise."""
+    """Whether the adapter runs in a process of its own unless its entry says otherwise."""
     rest: str = ""
-    """The field of `config` that takes all fields whose names `config` does not have; empty: they are errors."""
+    """The field of `config` that collects all fields whose names `config` does not have; empty: they are errors."""
     look: Callable[[Any, str], None] | None = None
-    """Looks for what entries need of this machine, for (config, name of the adapter). Raises StorageError."""
+    """Checks that this machine has what an entry needs, for (config, name of the adapter). Raises StorageError."""
     folder: Callable[[Any], str] = _no_folder
-    """The directory of this host that keeps the records of an entry with these fields; empty: there is none.
+    """The directory on this host with the records of an entry with these fields; empty: none.
 
     The server probes it while the tier is in service (tiers/tier.py).
     """
     refusal: Callable[[], str] = _nothing
-    """Why this installation cannot honour any entry of this type, with advice; empty where it can."""
+    """Why this installation cannot honour any entry of this type, with advice; empty if it can."""
 
 
 class TierConfig(NamedTuple):
@@ -148,19 +148,19 @@ class TierConfig(NamedTuple):
     make: Make
     """Makes the bare adapter in this process."""
     medium: str = ""
-    """MODULE:ATTRIBUTE of the medium's type, by which a host's process finds it."""
+    """MODULE:ATTRIBUTE of the medium's type, for an adapter host."""
     fields: msgspec.Struct | None = None
     """The medium's fields, in its type's struct."""
     place: Place = Place("")
     """Where the fields stand in the settings, for errors."""
     entry: Mapping[str, Any] = {}
-    """The entry as it was given; admins see it."""
+    """The original entry, for admins."""
     common: CommonFields = CommonFields(type="")
     chain: ChainSettings = ChainSettings()
     isolated: bool = False
-    """The tier's medium runs in a process of its own."""
+    """Whether the tier's medium runs in a process of its own."""
     folder: str = ""
-    """The directory of this host that has the records; empty: there is none."""
+    """The directory on this host with the records; empty: none."""
 
 
 def make_adapter(entry: str | Mapping[str, Any], index: int) -> StorageAdapter:
@@ -215,7 +215,7 @@ def configure_tier(entry: str | Mapping[str, Any], index: int) -> TierConfig:
 
 
 class _Kind(msgspec.Struct):
-    """The one field that must be known before the others can be read."""
+    """The field that must be read before the others."""
 
     type: Annotated[str, Meta(min_length=1)]
     others: dict[str, Any]
@@ -325,8 +325,8 @@ def load(reference: str) -> Medium:
 def plugin_boundary(path: str, source: str) -> Iterator[None]:
     """Run a third party's code, which may raise anything, leave the interpreter, print or fork.
 
-    What it prints goes to standard error, since standard output is the command's.  A child that it forks ends here, and
-    never runs on as a second server.  Raises ConfigError.
+    Its output goes to standard error, since standard output belongs to the command.  A child that it forks ends here
+    instead of continuing as a second server.  Raises ConfigError.
     """
     pid = os.getpid()
     try:

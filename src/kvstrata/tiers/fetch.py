@@ -24,26 +24,25 @@ from kvstrata.tiers.tier import Tier
 from kvstrata.types import KEY_BYTES, MissReason
 
 PART_KEYS = 1024
-"""Keys in one call of `exists`."""
+"""Maximum number of keys in one call of `exists`."""
 MAX_ITEMS = 64
-"""Records in one batch, if the tier takes so many."""
+"""Maximum number of records in one batch; a tier may accept fewer."""
 WINDOW_CHUNKS = 128
-"""Chunks whose windows are asked for at a time, from the end of the prefix towards its start."""
+"""Number of chunks whose windows are looked up at a time, from the end of the prefix towards its start."""
 TIER_PATIENCE_S = 0.5
 
-# What a fetch knows of a key (`Fetch.known`), and how far its loading has come (`Fetch.state`).  A number from
-# TIER on stands for a tier: `known`: the nearest tier that has the key; `state`: the tier from which it waits to be
-# loaded.
+# Where a key was found (`Fetch.known`), and the progress of its load (`Fetch.state`).  A number from TIER on stands for
+# a tier: in `known` the nearest tier that has the key; in `state` the tier from which it waits to be loaded.
 _NOT_ASKED, _IN_L1, _ABSENT, _UNKNOWN = range(4)
 _DONE, _BUSY, FAILED = range(3)
-"""_DONE: in L1 or not needed; _BUSY: it is being loaded, or looked for in the next tier."""
+"""_DONE: in L1 or not needed; _BUSY: it is being loaded, or looked up in the next tier."""
 TIER = 8
 MAX_TIERS = 256 - TIER
 PRESENT, _NOBODY_KNOWS = int(Presence.PRESENT), int(Presence.UNKNOWN)
 _MISSING = re.compile(rb"[\x00\x02\x03]")
 _WAITING = re.compile(rb"[\x08-\xff]")
 _HOLES = bytes(number if number >= TIER else _DONE for number in range(256))
-"""From `known` to `state`."""
+"""Translation table from `known` to `state`."""
 _MARKS = bytes(number >= TIER for number in range(256))
 _GIVEN_UP = bytes(min(number, _BUSY) if number >= TIER else number for number in range(256))
 
@@ -52,43 +51,43 @@ class PrefetchLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of one instance's loads."""
 
     in_flight_bytes: int
-    """Bytes that one tier may be loading at a time; a single batch may exceed it."""
+    """Maximum bytes that one tier loads at a time; a single batch may exceed it."""
     max_in_flight: int = 8
-    """Fetches that load from one tier at a time."""
+    """Maximum number of fetches that load from one tier at a time."""
     batch_bytes: int = 64 << 20
     """Maximum number of bytes of a batch; never more than half of `in_flight_bytes`."""
     patience_share: float = 0.25
-    """Share of the remaining time that a tier gets to answer `exists` if other tiers come after it."""
+    """Share of the remaining time that a tier has to answer `exists` if other tiers come after it."""
     patience_s: float = TIER_PATIENCE_S
-    """Longest time that `patience_share` may give."""
+    """Maximum of the time by `patience_share`."""
 
 
 class Spent(msgspec.Struct, kw_only=True):
-    """What the loads of one fetch have cost so far."""
+    """The cost of one fetch's loads so far."""
 
     keys: int = 0
-    """Records that were loaded, and their bytes."""
+    """Number of loaded records; `bytes`: their length."""
     bytes: int = 0
     phases: dict[str, float] = msgspec.field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    """Seconds, see PHASES; phases of several batches at a time overlap."""
+    """Seconds by phase, see PHASES; phases of concurrent batches overlap."""
 
 
 class FetchOutcome(NamedTuple):
     """The answer of a fetch."""
 
     n_chunks: int
-    """How many leading chunks of the fetch are in L1 now."""
+    """Number of leading chunks of the fetch that are in L1 now."""
     l2_chunks: int
-    """How many of these were not in L1, or not in all slices, when the fetch began."""
+    """Number of these that were not in L1, or not in all slices, when the fetch began."""
     reason: MissReason | Literal[""]
-    """Why the first chunk that is not in L1 is missing; empty if all are."""
+    """Why the first chunk that is not in L1 is missing; empty if all are in L1."""
     detail: str = ""
     choices: Sequence[Choice] = ()
-    """Whether what each tier has was loaded, where that was a question."""
+    """For each tier whether its chunks were loaded, if that was decided by cost."""
 
 
 class Plan(NamedTuple):
-    """How far the prefix goes, and why not further."""
+    """The length of the prefix, and the reason for its end."""
 
     n_chunks: int
     reason: MissReason | Literal[""] = ""
@@ -96,7 +95,7 @@ class Plan(NamedTuple):
 
 
 class Fetch:
-    """One fetch: its keys, what is known of each, and how far the prefix is ready. Belongs to the event loop."""
+    """One fetch: its keys, where each was found, and how far the prefix is ready. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -116,48 +115,48 @@ class Fetch:
         self.keys = keys
         self.request = request
         self.limits = limits
-        """For each slice the room for a record."""
+        """For each slice the length of a record's extent."""
         self.n_slices = len(limits)
         self.record_bytes = sum(limits) // len(limits)
-        """Room for a record, in the mean of the slices."""
+        """Length of a record's extent, averaged over the slices."""
         self.n_keys = len(keys) // KEY_BYTES
         self.deadline_s = deadline_s
         self.tiers = tiers
         """The tiers that it asks, in order."""
         self.spans = spans if any(spans) else ()
-        """For each slice how many of the last chunks are needed, 0: all; () if all are in each slice."""
+        """For each slice how many of a hit's last chunks it needs, 0: all; () if every slice needs all."""
         self.tails = tails
-        """The keys are those of tails."""
+        """Whether the keys are those of tails."""
         self.owner = owner
         """See Ask."""
         self.compute_s: Callable[[int, int], float] | None = None
-        """Seconds for computing a range of its chunks; None: all that is found is loaded."""
+        """Function for the seconds to compute a range of its chunks; None: all chunks found are loaded."""
         self.identity, self.tenant = b"", 0
-        """Of the request, where something may be left."""
+        """Identity and tenant of the request, if chunks may be left to the engine."""
         self.choices: dict[Tier, Choice] = {}
         self.begun_s = 0.0
         self.ahead: dict[Tier, int] = {}
-        """When its loads began, and the bytes that other fetches had to load then."""
+        """For each tier the bytes that other fetches had to load when this one's loads began."""
         self.loaded: dict[Tier, tuple[int, float]] = {}
-        """Bytes that were loaded, or whose time was over, and when the last of them were."""
+        """For each tier the bytes that were loaded or timed out, and the time of the last of them."""
         self.trace: Span | None = None
-        """Its span, if it is traced; the spans of its loads are within it."""
+        """Its span, if it is traced; parent of the spans of its loads."""
         self.is_prewarm = prewarm is not None
-        """No user waits for it."""
+        """Whether no user waits for it."""
         self.spent = prewarm or Spent()
         phases = self.spent.phases
         self._leading = Ask(each=tails, owner=owner, phases=phases)
         self._each = Ask(each=True, owner=owner, phases=phases)
         self.known = bytearray(self.n_keys)
         self.unknown: dict[int, str] = {}
-        """For keys of which a tier did not say whether it has them: why."""
+        """Why a tier did not say whether it has a key, by the key's number."""
         self.plan: Plan | None = None
         self.state = bytearray()
         self.running: set[asyncio.Task[None]] = set()
         self.expired = False
-        """The caller does not wait for the answer any more."""
+        """Whether the caller no longer waits for the answer."""
         self.abandoned = False
-        """The caller does not want the chunks any more either."""
+        """Whether the caller no longer needs the chunks either."""
         self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.first_failed = self.n_keys
         """The lowest number of a hole that will not be filled; `n_keys` if there is none."""
@@ -167,14 +166,14 @@ class Fetch:
         self._ready = 0
         """Number of leading keys that are done."""
         self._at = 0
-        """No key before this one waits to be loaded."""
+        """Number of the first key that may wait to be loaded."""
 
     def key(self, number: int) -> bytes:
         """The key of this number."""
         return self.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
 
     def asks_of(self, numbers: Sequence[int]) -> list[Ask]:
-        """How each of these keys is asked for."""
+        """The Ask of each of these keys."""
         spans, n_slices = self.spans, self.n_slices
         if not spans:
             return [self._leading] * len(numbers)
@@ -188,12 +187,12 @@ class Fetch:
         return b"".join([keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in numbers])
 
     def is_present(self, chunk: int, number: int) -> bool:
-        """Whether L1 or a tier has this chunk of the slice, as far as is known."""
+        """Whether L1 or a tier is known to have this chunk of the slice."""
         known = self.known[chunk * self.n_slices + number]
         return known == _IN_L1 or known >= TIER
 
     def look_in_l1(self, numbers: Sequence[int]) -> None:
-        """Note which of these keys are in L1."""
+        """Record which of these keys are in L1."""
         found = self.pool.has(self.keys_of(numbers))
         if isinstance(numbers, range):
             self.known[numbers.start : numbers.stop] = found
@@ -210,7 +209,7 @@ class Fetch:
         self._advance()
 
     def holes(self, n_chunks: int) -> bytearray:
-        """The `state` with which a hit of so many chunks begins."""
+        """The initial `state` for a hit of `n_chunks` chunks."""
         n_slices = self.n_slices
         state = self.known[: n_chunks * n_slices].translate(_HOLES)
         for number, span in enumerate(self.spans):
@@ -223,7 +222,7 @@ class Fetch:
         return state.count(TIER + self.tiers.index(tier)) * self.record_bytes
 
     def next_batch(self, max_bytes: int) -> list[int]:
-        """Numbers of the next holes that wait for one tier, within the bounds, at least one; none if no hole waits."""
+        """Numbers of the next holes that wait for one tier, within the limits but at least one; empty if none waits."""
         state, limits = self.state, self.limits
         waiting = _WAITING.search(state, self._at)
         self._at = at = waiting.start() if waiting else len(state)
@@ -246,22 +245,22 @@ class Fetch:
         return self.tiers[self.known[number] - TIER]
 
     def bytes_of(self, numbers: Sequence[int]) -> int:
-        """The room that these holes need."""
+        """Total length of these holes' extents."""
         return sum([self.limits[number % self.n_slices] for number in numbers])
 
     def busy(self, numbers: Sequence[int]) -> None:
-        """Note that these holes are being loaded."""
+        """Mark these holes as being loaded."""
         for number in numbers:
             self.state[number] = _BUSY
 
     def filled(self, numbers: Sequence[int]) -> None:
-        """Note that these holes are filled, by a load or because the chunks came to L1 meanwhile."""
+        """Mark these holes as filled, by a load or because the chunks came to L1 meanwhile."""
         for number in numbers:
             self.state[number] = _DONE
         self._advance()
 
     def failed(self, numbers: Sequence[int], reason: str) -> None:
-        """Note that these holes will not be filled: the prefix ends there."""
+        """Mark these holes as failed: the prefix ends there."""
         for number in numbers:
             self.state[number] = FAILED
             if number < self.first_failed:
@@ -269,17 +268,17 @@ class Fetch:
         self._advance()
 
     def again(self, numbers: Sequence[int], tier: int) -> None:
-        """Let these holes wait again, now for another tier."""
+        """Make these holes wait again, now for another tier."""
         for number in numbers:
             self.known[number] = self.state[number] = TIER + tier
             self._at = min(self._at, number)
 
     def give_up(self) -> None:
-        """Let no hole wait any more."""
+        """Make all waiting holes fail."""
         self.state[:] = self.state.translate(_GIVEN_UP)
 
     def outcome(self) -> FetchOutcome:
-        """The answer now: how far the prefix is ready and has its windows, and why not further."""
+        """The current answer: the length of the prefix that is ready with its windows, and why it ends there."""
         assert self.plan is not None
         n_slices, ready = self.n_slices, self._ready
         n_chunks, reason, detail = self.plan
@@ -307,7 +306,7 @@ class Fetch:
 
 
 class Planner:
-    """Asks L1, then the tiers in their order, how far the prefix of a fetch goes."""
+    """Asks L1, then the tiers in their order, how far the prefix of a fetch extends."""
 
     def __init__(
         self, clock: Clock, limits: PrefetchLimits, lost: Callable[[str, Sequence[bytes]], None]
@@ -347,7 +346,7 @@ class Planner:
         return await self._with_windows(fetch, plan, budget_bytes)
 
     def _first_missing(self, fetch: Fetch, numbers: Sequence[int]) -> int | None:
-        """The first of these keys, which were all asked for, that nobody has; None: each is somewhere."""
+        """The first of these keys, all looked up, that neither L1 nor a tier has; None: each was found."""
         if isinstance(numbers, range):
             if _MISSING.search(fetch.known, numbers.start, numbers.stop) is None:
                 return None
@@ -358,7 +357,7 @@ class Planner:
         return next((i for i in missing if fetch.known[i] != _IN_L1), None)
 
     async def ask_all(self, fetch: Fetch, numbers: Sequence[int]) -> None:
-        """Ask the tiers in their order for these keys, and note what they have, or why that is unknown."""
+        """Ask the tiers in their order for these keys, and record which they have, or why that is unknown."""
         for at in range(0, len(numbers), PART_KEYS):
             await self._ask_part(fetch, numbers[at : at + PART_KEYS])
         await asyncio.sleep(0)
@@ -394,14 +393,14 @@ class Planner:
         left_s = max(0.0, fetch.deadline_s - self._clock.monotonic_s())
         last = tier_number == len(fetch.tiers) - 1
         patience_s = left_s if last else min(left_s * self._limits.patience_share, self._limits.patience_s)
-        # Keys of windows, states and tails are useful without those before them.
+        # Keys of windows, states and tails are useful without the keys before them.
         each = fetch.tails or (bool(spans) and any(spans[i % fetch.n_slices] for i in numbers))
         ask = Ask(each=each, owner=fetch.owner)
         try:
             found = await asyncio.wait_for(tier.exists(keys, ask), patience_s)
         except TimeoutError:
             return Ask().unknown(keys, DEADLINE), DEADLINE
-        if tier.capabilities.shared:  # others may have removed what this server has stored
+        if tier.capabilities.shared:  # others may have removed records that this server has stored
             absent = [key for key, one in zip(split(keys), found, strict=True) if one == Presence.ABSENT]
             if absent:
                 self._lost(tier.name, absent)
@@ -418,7 +417,7 @@ class Planner:
         over = False
 
         async def ask(chunks: range, hit: int | None = None) -> None:
-            """Ask for these chunks, the last ones first; with `hit`, only for what a hit of so many chunks needs."""
+            """Look up these chunks, the last ones first; with `hit`, only those that a hit of `hit` chunks needs."""
             numbers = [
                 i
                 for chunk in reversed(chunks)

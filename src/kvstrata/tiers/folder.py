@@ -15,7 +15,7 @@ _NOT_USED = "lookups count its chunks as absent, and it gets no new ones"
 
 
 class FolderState(enum.StrEnum):
-    """What lies at the path of a medium's directory."""
+    """The state of the path of a medium's directory."""
 
     WELL = "well"
     """The directory that was opened; it can be written to."""
@@ -30,10 +30,10 @@ class FolderState(enum.StrEnum):
 
 
 class WatchedFolder:
-    """A directory as it was when its medium was opened.
+    """The directory of a medium, compared with the one that was opened.
 
-    `mark` and `look` block for as long as the file system does.  The directory is kept open, so that no other one gets
-    its inode number.
+    `mark` and `look` block for as long as the file system does.  The directory is kept open, so that its inode number
+    is not reused.
     """
 
     def __init__(self, path: str) -> None:
@@ -51,7 +51,7 @@ class WatchedFolder:
         self._marked = found.st_dev, found.st_ino
 
     def look(self) -> FolderState:
-        """What lies at the path now."""
+        """The current state of the path."""
         try:
             found = os.stat(self.path)
         except (FileNotFoundError, NotADirectoryError):
@@ -60,13 +60,13 @@ class WatchedFolder:
             return FolderState.UNREACHABLE
         if (found.st_dev, found.st_ino) != self._marked:
             return FolderState.REPLACED
-        # This sees what a mode forbids, and file systems that are mounted or have become read-only, for root too.
+        # This respects modes, and detects file systems that are mounted or have become read-only, for root too.
         if not os.access(self.path, os.W_OK | os.X_OK, effective_ids=True):
             return FolderState.READ_ONLY
         return FolderState.WELL
 
     def close(self) -> None:
-        """Let go of the directory. Idempotent."""
+        """Close the directory. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):

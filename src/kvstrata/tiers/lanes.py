@@ -65,15 +65,15 @@ class Lanes:
     def submit(
         self, lane: Lane, work: Callable[[], T], *, beyond_limit: bool = False
     ) -> asyncio.Future[T] | None:
-        """Queue `work`; the future carries its result or exception. None: the lane is full, nothing was taken.
+        """Queue `work`; the future carries its result or exception. None: the lane is full, and `work` was not queued.
 
-        `beyond_limit` is for finishing work that was admitted before (one piece per admitted batch).
-        Cancelling the future ends the wait only. Raises RuntimeError after `close`.
+        `beyond_limit` is for finishing work that was admitted before (one piece per admitted batch). Cancelling the
+        future ends the wait only. Raises RuntimeError after `close`.
         """
         return self.submit_native(NativeLanes.submit, lane, work, beyond_limit)
 
     def run(self, lane: Lane, work: Callable[[], T]) -> asyncio.Future[T]:
-        """As `submit`, for what even a full lane must take: the rest of admitted work, or work that runs once."""
+        """Like `submit`, for work that even a full lane accepts: the rest of admitted work, or work that runs once."""
         future = self.submit(lane, work, beyond_limit=True)
         assert future is not None, "refused work that has no limit"
         return future
@@ -81,7 +81,7 @@ class Lanes:
     def submit_native(
         self, submit: Callable[..., bool], lane: Lane, *what: Any
     ) -> asyncio.Future[Any] | None:
-        """As `submit`, for the work that a method of NativeLanes makes of its arguments."""
+        """Like `submit`, for work that a method of NativeLanes makes from its arguments."""
         if self._native is None:
             raise RuntimeError("the lanes are closed")
         if self._loop is None:
@@ -91,7 +91,7 @@ class Lanes:
         return future if submit(self._native, _NUMBER[lane], *what, future) else None
 
     async def close(self) -> None:
-        """Take no more work, finish all that was taken, end the threads. Idempotent.
+        """Accept no more work, finish all queued work, end the threads. Idempotent.
 
         The native lanes and their descriptor are freed at once, not by a later garbage collection.
         """
@@ -104,7 +104,7 @@ class Lanes:
         self._read()
         await self._left.wait()
         native, self._native = self._native, None
-        if native is not None:  # else another call of `close` has freed them
+        if native is not None:  # if None, another call of `close` has freed them
             self._loop.remove_reader(native.event_fd)
             native.close()
 
@@ -116,7 +116,7 @@ class Lanes:
     def _read(self) -> None:
         self._take_done()
         if self._native is not None and self._native.idle and self._left is not None:
-            # Idle lanes write no more to the descriptor: work that ended since `_take_done` must be taken now.
+            # Idle lanes write no more to the descriptor: work that ended since `_take_done` must be collected now.
             self._take_done()
             self._left.set()
 

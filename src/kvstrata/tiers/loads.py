@@ -72,18 +72,18 @@ from kvstrata.types import MissReason
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 1024
-"""Fetches that may wait at one gate; more are refused."""
+"""Maximum number of fetches that wait at one gate; more are refused."""
 QUIET_S, PREWARM_SHARE = 0.05, 0.25
-"""A prewarm waits until QUIET_S after the last fetch of a user.  Since a user may come then and wait for its batch, it
-loads a single record at first, and a quarter of the bytes of other batches after a second without users."""
+"""A prewarm waits until QUIET_S after the last fetch of a user.  Since a user's fetch may then come and wait for its
+batch, it first loads a single record, and PREWARM_SHARE of the bytes of other batches after a second without users."""
 
 
 class Gate(Numbers):
     """Bounds how many fetches load from one tier at a time, and how many bytes they load; first come, first served.
 
-    A fetch enters the gate before it reserves room in L1, so that no fetch waits while it holds a reservation.  A fetch
+    A fetch enters the gate before it reserves extents, so that no fetch waits while it holds a reservation.  A fetch
     past its deadline gives up its place to any other fetch.  Prewarms wait behind all other fetches, take no slot, and
-    pass only while nothing else is loaded.
+    pass only while no other load runs.
     """
 
     loading_bytes = gauge("Bytes being loaded from this adapter.")
@@ -106,7 +106,7 @@ class Gate(Numbers):
         self._waiters: collections.deque[tuple[Fetch, int, asyncio.Future[bool]]] = collections.deque()
 
     async def enter(self, fetch: Fetch, need_bytes: int) -> bool:
-        """Wait for a place. False if the fetch's time is over first or too many fetches wait."""
+        """Wait for a slot. False if the fetch's time is over first or too many fetches wait."""
         if not fetch.expired:
             self._give_up(lambda waiter: waiter.expired)
         n_before = len([1 for other, _, _ in self._waiters if fetch.is_prewarm or not other.is_prewarm])
@@ -163,7 +163,7 @@ class Gate(Numbers):
 
 
 class _Load:
-    """A batch under way, and for each key that it did not load the reason why not."""
+    """A batch under way, and a reason for each key that it did not load."""
 
     def __init__(self) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -171,7 +171,7 @@ class _Load:
 
 
 class PrefetchController(Numbers):
-    """See the module. All methods belong to the event loop."""
+    """Runs all fetches, as the module describes. All methods belong to the event loop."""
 
     fetches_running = gauge("Lookups and prewarms that are loading now.", lambda self: len(self._fetches))
     keys_loading = gauge("Records being loaded.", lambda self: len(self._loads))
@@ -199,7 +199,7 @@ class PrefetchController(Numbers):
         lost: Callable[[str, Sequence[bytes]], None],
         found: Callable[[str, Sequence[bytes]], None] = lambda name, keys: None,
     ) -> None:
-        """`lost(tier, keys)` is called with records that a tier turned out to lack or to have damaged; `found(tier,
+        """`lost(tier, keys)` is called with records that turned out to be absent or damaged in a tier; `found(tier,
         keys)` with records that were loaded."""
         self.limits = limits
         self._pool = pool
@@ -208,20 +208,20 @@ class PrefetchController(Numbers):
         self._lost = lost
         self._found = found
         self._gates: dict[str, Gate] = {}
-        """By name of the tier; an open tier has one."""
+        """Gates by name of the tier; each open tier has one."""
         self._planner = Planner(clock, limits, lost)
         self._batch_bytes = min(limits.batch_bytes, limits.in_flight_bytes // 2)
         self._loads: dict[bytes, _Load] = {}
-        """By key, the load under way."""
+        """Loads under way, by key."""
         self._fetches: dict[Fetch, asyncio.Task[None]] = {}
         self._choices = 0
-        """How often something could be left."""
+        """Number of choices between load and recompute."""
         self._stopping = False
         self._user_ended_s = 0.0
         tiers.use(self._use)
 
     def _use(self, tier: Tier) -> None:
-        """Take in an open tier: fetches that begin from now on ask it."""
+        """Use an open tier for fetches that begin from now on."""
         gate = Gate(self.limits.max_in_flight, self.limits.in_flight_bytes)
         tier.users["loads"] = self._gates[tier.name] = gate
 
@@ -249,14 +249,13 @@ class PrefetchController(Numbers):
 
         `identity` is the 32-byte root that the records must name, `tenant` the tenant that the bytes count for,
         `parent` the keys of the chunk before (one per slice, empty at the start of a prompt), `deadline_s` a time of
-        the prefetch controller's clock.  `budget_bytes` limits the bytes that are loaded.  `limits` has for
-        each slice the length of a whole chunk's record, which is the room for each record; 0 if it is not known, and
-        then nothing can be loaded.  Of slices with a span (`spans`, see keys/spans.py) only what a hit needs is loaded.
-        `owner`: see Ask.  `prewarm`: no user waits, so users' loads go first; what the loads cost is added to it.
-        With `compute_s`, the seconds that the engine takes to compute a range of these chunks, those are left that are
-        computed sooner than loaded.
-        `trace`: see Fetch.  `own`: only tiers are asked that no other instance has.
-        Cancelling ends the wait and every load that has not begun.
+        the prefetch controller's clock.  `budget_bytes` limits the bytes that are loaded.  `limits` has for each slice
+        the length of a whole chunk's record, which is the length of the extents; 0 if it is unknown, and then nothing
+        can be loaded.  Of slices with a span (`spans`, see keys/spans.py) only the chunks that a hit needs are loaded.
+        `owner`: see Ask.  `prewarm`: no user waits, so users' loads go first; the cost of the loads is added to it.
+        `compute_s(first, end)`: the engine's time to compute a range of these chunks; with it, chunks that are computed
+        faster than loaded are left to the engine.  `trace`: see Fetch.  `own`: ask only tiers that no other instance
+        shares.  Cancelling ends the wait and every load that has not begun.
         """
         assert len(limits) == n_slices
         if self._stopping:
@@ -309,9 +308,9 @@ class PrefetchController(Numbers):
         deadline_s: float,
         limits: Sequence[int],
     ) -> int:
-        """Bring the first tail that the tiers have into L1. `alternatives` are the storage keys of each tail.
+        """Load the first of these tails that a tier has into L1. `alternatives` are the storage keys of each tail.
 
-        Returns its number, or -1 if they have none, or do not load it in time.  See `fetch` for the arguments.
+        Returns its number, or -1 if no tier has one or it is not loaded in time.  See `fetch` for the arguments.
         """
         assert len(limits) == n_slices
         if not all(limits):
@@ -396,14 +395,14 @@ class PrefetchController(Numbers):
                 phases["wait"] += time.perf_counter() - waits_s
                 if not may_load:
                     fetch.failed(numbers[:1], DEADLINE)
-                elif self._is_in_vain(fetch, numbers):  # it has become so while the fetch waited
+                elif self._is_in_vain(fetch, numbers):  # this can change while the fetch waits
                     gate.ended(size)
                 else:
                     self._start(fetch, tier, self._join(fetch, numbers), size)
             await asyncio.sleep(0)
 
     async def _prewarm_bytes(self, fetch: Fetch) -> int:
-        """Wait until the last batch of a prewarm has ended, and a little beside users; the bytes of its next batch."""
+        """Wait for the end of a prewarm's last batch, and for a pause of users. Returns the bytes of its next batch."""
         if fetch.running:
             await asyncio.wait(fetch.running)
         quiet_s = time.perf_counter() - self._user_ended_s
@@ -413,11 +412,11 @@ class PrefetchController(Numbers):
         return int(self._batch_bytes * min(quiet_s, 1.0) * PREWARM_SHARE)
 
     def _is_in_vain(self, fetch: Fetch, numbers: Sequence[int]) -> bool:
-        """Whether it is useless to load these holes: the prefix ends before them, or the caller has gone."""
+        """Whether loading these holes is useless: the prefix ends before them, or the caller has gone."""
         return self._stopping or fetch.abandoned or fetch.first_failed <= numbers[0]
 
     def _join(self, fetch: Fetch, numbers: list[int]) -> list[int]:
-        """Let a fetch wait for loads of the same keys that are under way; returns the holes for which none is."""
+        """Make a fetch wait for loads of the same keys that are under way. Returns the holes without such a load."""
         if not self._loads:
             return numbers
         joined: dict[_Load, list[int]] = {}
@@ -453,7 +452,7 @@ class PrefetchController(Numbers):
             self._spawn(fetch, self._elsewhere(fetch, again), "fetch-elsewhere")
 
     async def _elsewhere(self, fetch: Fetch, lost: list[tuple[int, str]]) -> None:
-        """Look for these holes, which their tiers could not fill, in the tiers that come after."""
+        """Look up these holes, which their tiers could not fill, in the next tiers."""
         for tier in range(min(fetch.known[number] for number, _ in lost) - TIER + 1, len(fetch.tiers)):
             asked = [number for number, _ in lost if fetch.known[number] < TIER + tier]
             if not asked:
@@ -475,12 +474,12 @@ class PrefetchController(Numbers):
     # -- load or leave -------------------------------------------------------------------------------------
 
     def _to_load_bytes(self, tier: Tier) -> int:
-        """Bytes that fetches have still to load from a tier."""
+        """Bytes that fetches still have to load from a tier."""
         waits = (one for one in self._fetches if tier in one.tiers and not (one.expired or one.is_prewarm))
         return self._gates[tier.name].loading_bytes + sum(one.bytes_from(tier, one.state) for one in waits)
 
     def _choose(self, fetch: Fetch, plan: Plan, compute_s: Callable[[int, int], float]) -> Plan:
-        """The plan, shorter if computing what lies behind it is expected to be faster."""
+        """The plan, shortened if computing the chunks after it is expected to be faster."""
         n_chunks, found = plan.n_chunks, fetch.holes(plan.n_chunks)
         firsts = {
             tier: found.index(number) // fetch.n_slices
@@ -497,7 +496,7 @@ class PrefetchController(Numbers):
         def load_s(end: int) -> float:
             return sum(expected_s(*each) or 0.0 for each in zip(firsts, itertools.repeat(fetch.holes(end))))
 
-        # A shorter hit needs other windows, so of these all is loaded, or nothing.
+        # A shorter hit needs other windows, so with spans either all chunks are loaded or none.
         ends = {n_chunks, *([0] if fetch.spans else firsts.values())}
         self._choices += 1
         probes = self._choices % PROBE_EVERY == 0
@@ -520,7 +519,7 @@ class PrefetchController(Numbers):
         return Plan(end, MissReason.RECOMPUTE, f"{left.adapter}: {why}")
 
     def _probe(self, fetch: Fetch, tier: Tier, holes: bytearray) -> None:
-        """Begin to measure a tier by its last holes of one slice, which give way to what somebody waits for."""
+        """Begin to measure a tier with its last holes of one slice, behind all loads that a caller waits for."""
         self.counts["probes"] += 1
         tier.load_times.measured_s = now_s = self._clock.monotonic_s()
         n_slices, number = fetch.n_slices, bytes([TIER + fetch.tiers.index(tier)])
@@ -537,7 +536,7 @@ class PrefetchController(Numbers):
         task.add_done_callback(functools.partial(self._fetch_ended, probe))
 
     def _measure(self, fetch: Fetch) -> None:
-        """Note how long the loads of a fetch took that has ended."""
+        """Record how long the loads of an ended fetch took."""
         for tier, (n_bytes, ended_s) in fetch.loaded.items():
             seconds, choice = ended_s - fetch.begun_s, fetch.choices.get(tier)
             tier.load_times.measured(fetch.ahead.get(tier, 0) + n_bytes, seconds, ended_s)
@@ -569,9 +568,9 @@ class PrefetchController(Numbers):
     async def _load(
         self, fetch: Fetch, tier: Tier, batch: LoadBatch, keys: list[bytes], load: _Load, size: int
     ) -> None:
-        """Load the items, commit each or give it back, and wake the fetches that wait for it."""
+        """Load the items, commit or abort each, and wake the fetches that wait for it."""
         items: Sequence[Item] = list(map(Item, keys, batch.holds, fetch.asks_of(batch.numbers)))
-        del batch.holds[:]  # the tier has them now
+        del batch.holds[:]  # the tier owns them now
         settled: Sequence[Item] = ()
         begun_s = time.perf_counter()
         trace = fetch.trace and fetch.trace.child()
@@ -606,7 +605,7 @@ class PrefetchController(Numbers):
                 loaded.append(number)
                 found.append(key)
                 continue
-            if outcome is Outcome.LOADED:  # a whole record whose header does not match the reservation
+            if outcome is Outcome.LOADED:  # a complete record whose header does not match the reservation
                 reason = "corrupt"
                 self.counts["load:foreign"] += 1
                 foreign.append(key)
@@ -635,7 +634,7 @@ class PrefetchController(Numbers):
             self._lost(tier.name, lost)
         self._not_filled(fetch, failures)
         if foreign:
-            # Some media store no record where a value exists.
+            # Some media do not replace an existing value.
             log.error("%s: deleting %d records that name another identity", tier.name, len(foreign))
             self._spawn(fetch, self._delete(tier, b"".join(foreign)), "delete-foreign")
 

@@ -36,13 +36,13 @@ log = logging.getLogger(__name__)
 
 _PUT = Outcome.STORED, Outcome.EXISTS, Outcome.THROTTLED, Outcome.FAILED
 _LOAD = Outcome.LOADED, Outcome.ABSENT, Outcome.CORRUPT, Outcome.FAILED
-"""By the connector's PutStatus and LoadStatus."""
+"""Outcomes by the connector's PutStatus and LoadStatus."""
 
 T = TypeVar("T")
 
 
 class NativeAdapter(StorageAdapter):
-    """See the module. Owns the capsule. Raises ValueError if the capsule holds no connector of this version.
+    """An adapter around a native connector. Owns the capsule. Raises ValueError for a connector of another version.
 
     `num_workers` threads serve the lanes that `per_op_workers` does not name (see tiers/lanes.py).
     """
@@ -83,7 +83,7 @@ class NativeAdapter(StorageAdapter):
         self._opened = True
 
     async def exists(self, keys: bytes, ask: Ask) -> bytes:
-        """Ask the connector: at once where its `exists` does not block, else in the lookup lane."""
+        """Ask the connector: at once if its `exists` does not block, else in the lookup lane."""
         if self._exists_is_quick and (answer := self._native.exists_now(keys)) is not None:
             presences, ask.reason = answer
             return presences
@@ -151,11 +151,11 @@ class NativeAdapter(StorageAdapter):
         del self._native
 
     def _run(self, lane: Lane, work: Callable[[], T]) -> asyncio.Future[T]:
-        """The result of `work`, which a full lane does not refuse."""
+        """The result of `work`, which even a full lane accepts."""
         return self._own(self._lanes.run(lane, work))
 
     def _own(self, future: asyncio.Future[T]) -> asyncio.Future[T]:
-        """As tiers/work.py's, for futures only: no task, and one call on the walk to a disk."""
+        """Like `Work.own`, for futures only: without a task, so that a lookup on disk costs one call."""
         self._running.add(future)
         future.add_done_callback(self._ended)
         return asyncio.shield(future)
@@ -168,7 +168,7 @@ class NativeAdapter(StorageAdapter):
         outcomes: Sequence[Outcome],
         full: tuple[Outcome, str],
     ) -> Any:
-        """The lane's result; None: there is none, since nothing was asked, or the lane is `full`."""
+        """The lane's result; None: there were no items, or the lane is full, and the items got the outcome `full`."""
         if not items:
             return None
         future = self._lanes.submit_native(submit, lane, self._native, items, outcomes)

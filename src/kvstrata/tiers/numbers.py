@@ -21,7 +21,7 @@ class Operation(Numbers):
 
 
 class TierNumbers(Numbers):
-    """The base of `Tier`. The status document has the medium's own words where they are, see `Tier.document`."""
+    """The base of `Tier`. The status document has the medium's own numbers in a place apart (`Tier.document`)."""
 
     operations = parts_by("operation", Operation, lambda tier: tier.by_operation, key="")
     takes_loads = gauge("1 if lookups ask this adapter, else 0.", lambda tier: tier.state == "active")

@@ -41,13 +41,13 @@ from kvstrata.tiers.tier import Tier
 log = logging.getLogger(__name__)
 
 KEYS_PER_TURN = 128
-"""Keys that one turn of the loop looks at: some 100 µs."""
+"""Number of keys that one turn of the loop handles, in some 100 µs."""
 UNPINNED_KEYS = 65_536
-"""Keys per tier that are kept for a put once the backlog is empty."""
+"""Maximum number of keys per tier that are kept for a put when the backlog is empty."""
 REMEMBERED = 1 << 17
 _WORDS = {outcome: outcome.name.lower() for outcome in Outcome}
 _NO_ROOM = 2
-"""Pool.hold_batch has taken no hold, since it would exceed the backlog."""
+"""Result of Pool.hold_batch: no hold was taken, since it would exceed the backlog."""
 
 
 class Skip(enum.StrEnum):
@@ -64,18 +64,18 @@ class Skip(enum.StrEnum):
     CLEARED = "cleared"
     """L2 was cleared while the chunk waited."""
     CRASHED = "crashed"
-    """The put ended by a mistake of the server's own; its log has the traceback."""
+    """The put ended by a mistake of our own; the log has the traceback."""
 
 
 class RetryRule(msgspec.Struct, frozen=True, kw_only=True):
-    """The number of further tries of a throttled put, and the pauses before them."""
+    """The number of retries of a throttled put, and the pauses before them."""
 
     retries: int = 3
     first_s: float = 0.25
     longest_s: float = 4.0
 
     def delay_s(self, attempts: int) -> float | None:
-        """Seconds until the next try after `attempts` throttled tries; None: the put is not tried again."""
+        """Seconds until the next attempt after `attempts` throttled ones; None: the put is not retried."""
         if attempts > self.retries:
             return None
         return min(self.first_s * 2.0 ** (attempts - 1), self.longest_s)
@@ -85,11 +85,11 @@ class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits on one instance's puts."""
 
     backlog_bytes: int
-    """L1 bytes that may be pinned for puts."""
+    """Maximum bytes of L1 that are pinned for puts."""
     batch_bytes: int = 64 << 20
     """Maximum number of bytes of a batch; never more than a quarter of `backlog_bytes`."""
     batches_in_flight: int = 2
-    """Batches that one tier puts at a time."""
+    """Number of batches that one tier puts at a time."""
     max_waiting_keys: int = 65_536
     """Maximum number of committed keys that wait for a turn of the loop."""
     retry: RetryRule = RetryRule()
@@ -131,7 +131,7 @@ class PutPlanner:
     `through` puts every chunk when it is committed; `second_touch` puts a chunk when it was stored or used for the
     second time.
 
-    It remembers REMEMBERED keys that were seen once and as many that the adapter has, but not the content of L1.
+    It remembers REMEMBERED keys that were used once and as many that the adapter has, but not the content of L1.
     """
 
     def __init__(self, policy: StorePolicy) -> None:
@@ -140,11 +140,11 @@ class PutPlanner:
         self._clean = RecentKeys(REMEMBERED)
 
     def committed(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Note that a worker has stored these chunks in L1; returns those to put now."""
+        """A worker has stored these chunks in L1. Returns those to put now."""
         return keys if self.policy is StorePolicy.THROUGH else self.touched(keys)
 
     def touched(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Note that these chunks were used; returns those to put now."""
+        """These chunks were used. Returns those to put now."""
         if self.policy is not StorePolicy.SECOND_TOUCH:
             return []
         again = []
@@ -159,22 +159,22 @@ class PutPlanner:
         return again
 
     def stored(self, keys: Sequence[bytes]) -> None:
-        """Note that the adapter has these chunks."""
+        """The adapter has these chunks."""
         if self.policy is not StorePolicy.THROUGH:
             for key in keys:
                 self._clean.add(key)
 
     def gone(self, keys: Iterable[bytes]) -> None:
-        """Note that the adapter no longer has these chunks."""
+        """The adapter no longer has these chunks."""
         self._clean.discard(keys)
 
     def forget(self) -> None:
-        """Note that the adapter no longer has any chunk."""
+        """The adapter no longer has any chunk."""
         self._clean.clear()
 
 
 class News(Protocol):
-    """Somebody who hears which chunks a tier has."""
+    """A listener for changes of the chunks that a tier has."""
 
     def tier_got(self, adapter: str, keys: Sequence[bytes]) -> None:
         """The tier has these chunks."""
@@ -232,7 +232,7 @@ class TierPuts(Numbers):
         """How often the put of a pending key was throttled."""
         self._retrying: dict[asyncio.TimerHandle, list[Item]] = {}
         self.unpinned: collections.OrderedDict[bytes, None] = collections.OrderedDict()
-        """Keys skipped because the backlog was full. Once the backlog is empty, those still in L1 are put after all."""
+        """Keys skipped because the backlog was full. When the backlog is empty, those still in L1 are put after all."""
         self._batches: dict[asyncio.Task[Sequence[Item]], list[Item]] = {}
         self._begins = False
         """Whether batches will be begun in the next turn of the loop."""
@@ -243,7 +243,7 @@ class TierPuts(Numbers):
 
     @property
     def undone(self) -> int:
-        """Chunks that wait for the tier or are in flight to it, and those given up because the server stops."""
+        """Number of chunks that wait for the tier, are in flight to it, or were dropped because the server stops."""
         return len(self.pending) + self.outcomes[f"skipped:{Skip.STOPPING}"]
 
     def document(self) -> dict[str, Any]:
@@ -268,7 +268,7 @@ class TierPuts(Numbers):
         self._skipped(key, str(reason))
 
     def take_up_unpinned(self) -> None:
-        """Queue chunks that the backlog had no room for, now that the backlog is empty."""
+        """Queue chunks that did not fit into the backlog, now that the backlog is empty."""
         taken = min(KEYS_PER_TURN, len(self.unpinned))
         left = self._pin([self.unpinned.popitem(last=False)[0] for _ in range(taken)])
         if len(left) < taken:
@@ -279,7 +279,7 @@ class TierPuts(Numbers):
                 self.unpinned.move_to_end(key, last=False)
 
     def _pin(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
-        """Hold each chunk for one put, and queue it. Returns the keys that were left out, with the pool's reason."""
+        """Hold each chunk for one put, and queue it. Returns the keys that were not held, with the pool's reason."""
         if not keys:
             return []
         holds, left_out = self._pool.hold_batch(b"".join(keys), self._limits.backlog_bytes)
@@ -302,7 +302,7 @@ class TierPuts(Numbers):
             asyncio.get_running_loop().call_soon(self._begin)
 
     def drop_queued(self, reason: Skip) -> None:
-        """Skip every chunk that waits. Puts in flight go on."""
+        """Skip every chunk that waits. Puts in flight continue."""
         waiting = list(self._queue)
         for timer, items in self._retrying.items():
             timer.cancel()
@@ -319,7 +319,7 @@ class TierPuts(Numbers):
     # -- batches -------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Put batches of what is queued, as many at a time as the limit allows."""
+        """Put batches of queued chunks, as many at a time as the limit allows."""
         self._begins = False
         while self._queue and len(self._batches) < self._limits.batches_in_flight:
             batch = self._take_batch()
@@ -328,7 +328,7 @@ class TierPuts(Numbers):
             task.add_done_callback(self._batch_ended)
 
     def _take_batch(self) -> list[Item]:
-        """Take chunks from the queue, which has some."""
+        """Take chunks from the queue, which must not be empty."""
         batch: list[Item] = []
         batch_bytes = 0
         for _ in range(min(self.tier.capabilities.max_batch, len(self._queue))):
@@ -386,7 +386,7 @@ class TierPuts(Numbers):
         self._progressed()
 
     def _retry_later(self, keys: list[bytes], attempts: int) -> None:
-        """Pin throttled chunks anew, and queue them after a pause."""
+        """Pin throttled chunks again, and queue them after a pause."""
         self.outcomes["throttled"] += len(keys)
         holds, left_out = self._pool.hold_batch(b"".join(keys), self._limits.backlog_bytes)
         for key, why in zip(keys, left_out, strict=True):
@@ -428,7 +428,7 @@ class TierPuts(Numbers):
         return removed
 
     def emptied(self) -> None:
-        """Note that the tier has no records any more."""
+        """The tier has no records any more."""
         self.planner.forget()
         if self._news is not None:
             self._news.tier_emptied(self.name)
@@ -449,7 +449,7 @@ class TierPuts(Numbers):
         self.dropped([item.key for item in gone])
 
     def dropped(self, keys: Sequence[bytes]) -> None:
-        """Note that the tier does not have these records any more."""
+        """The tier does not have these records any more."""
         self.planner.gone(keys)
         if self._news is not None:
             self._news.tier_lost(self.name, keys)
@@ -458,8 +458,8 @@ class TierPuts(Numbers):
 class StoreController(Numbers):
     """Puts chunks of L1 to the tiers. All methods belong to the event loop.
 
-    `skipped(key, reason)` is called for every chunk that a tier will not get, with the reason's short word.
-    `news` hears which chunks the tiers have.
+    `skipped(key, reason)` is called for every chunk that a tier will not get, with the reason code. `news` is notified
+    of the chunks that the tiers have.
     """
 
     backlog_bytes = gauge(
@@ -483,17 +483,17 @@ class StoreController(Numbers):
     ) -> None:
         self.limits = limits
         self.wants_touches = False
-        """Whether any tier gets chunks because they are used again."""
+        """Whether any tier puts chunks when they are used again."""
         self._pool = pool
         self._puts: dict[str, TierPuts] = {}
-        """By name of the tier; a tier that is only read has none."""
+        """Puts by name of the tier; a tier that is only read has none."""
         self._skipped = skipped
         self._news = news
         self._waiting: collections.deque[tuple[bytes, bool]] = collections.deque()
         """Keys, and whether they were touched instead of committed."""
         self._turn_scheduled = False
         self._takes_up = False
-        """Whether the next turn of the loop will queue more of the chunks that the backlog had no room for."""
+        """Whether the next turn of the loop will queue more of the chunks that did not fit into the backlog."""
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._stopping = False
@@ -501,7 +501,7 @@ class StoreController(Numbers):
         tiers.use(self._join)
 
     def _join(self, tier: Tier) -> None:
-        """Take in an open tier: it gets chunks from now on, unless it is only read."""
+        """Add an open tier: it gets chunks from now on, unless it is only read."""
         if not tier.capabilities.takes_puts:
             return
         puts = TierPuts(tier, self._pool, self.limits, self._skipped, self._news, self._note_progress)
@@ -521,7 +521,7 @@ class StoreController(Numbers):
             self._take(keys, touched=True)
 
     def dropped(self, name: str, keys: Sequence[bytes] | None) -> None:
-        """Note that the tier does not have these chunks any more (its cap, a delete, a corrupt copy). None: any."""
+        """The tier does not have these chunks any more (its cap, a delete, a corrupt copy). None: it has no chunks."""
         puts = self._puts.get(name)
         if puts is not None and keys is None:
             puts.emptied()
@@ -529,7 +529,7 @@ class StoreController(Numbers):
             puts.dropped(keys)
 
     def found(self, name: str, keys: Sequence[bytes]) -> None:
-        """Note that these records were loaded from the tier."""
+        """These records were loaded from the tier."""
         if name in self._puts and self._news is not None:
             self._news.tier_got(name, keys)
 
@@ -542,7 +542,7 @@ class StoreController(Numbers):
             await self._quiet.wait()
 
     async def stop(self, drain_s: float) -> None:
-        """Take no more chunks, give puts under way `drain_s` seconds, then skip the rest. Idempotent."""
+        """Accept no more chunks, wait `drain_s` seconds for puts under way, then skip the rest. Idempotent."""
         self._stopping = True
         for puts in self._puts.values():
             puts.stopping = True
@@ -560,7 +560,7 @@ class StoreController(Numbers):
 
     @property
     def undone(self) -> int:
-        """Puts that wait or are under way, and those that were given up because the server stops."""
+        """Number of puts that wait or are under way, or were dropped because the server stops."""
         return len(self._waiting) + sum(puts.undone for puts in self._puts.values())
 
     async def clear(self) -> int:
@@ -595,7 +595,7 @@ class StoreController(Numbers):
             self._turn()
 
     def _turn(self) -> None:
-        """Look at some of the waiting keys, and again in the next turn of the loop if more are left."""
+        """Handle some of the waiting keys, and continue in the next turn of the loop if more are left."""
         self._turn_scheduled = False
         waiting = self._waiting
         taken = [waiting.popleft() for _ in range(min(KEYS_PER_TURN, len(waiting)))]
@@ -622,7 +622,7 @@ class StoreController(Numbers):
         unpinned = [puts for puts in self._puts.values() if puts.unpinned and not self._stopping]
         for puts in unpinned:
             puts.take_up_unpinned()
-        # Still quiet: all chunks that were taken up had left L1, so take up more in the next turn of the loop.
+        # Still quiet: all retried chunks had left L1, so retry more in the next turn of the loop.
         if unpinned and self._is_quiet() and any(puts.unpinned for puts in unpinned):
             self._takes_up = True
             asyncio.get_running_loop().call_soon(self._go_on)

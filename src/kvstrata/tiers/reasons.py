@@ -113,7 +113,7 @@ MEANINGS: dict[str, Meaning] = {
     BAD_ITEM: OTHER,
     "io": OTHER,
     "internal": OTHER,
-    "failed": OTHER,  # an outcome of another party's adapter that names no reason
+    "failed": OTHER,  # an outcome without a reason, from a third party's adapter
     "unknown": OTHER,
     FULL: OTHER,
     HOST_DIED: OTHER,

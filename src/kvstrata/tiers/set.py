@@ -27,9 +27,9 @@ class TierSet(Numbers, prefix="l2"):
     by_name = parts_by("adapter", Tier, lambda tiers: {tier.name: tier for tier in tiers})
 
     def __init__(self, pool: Pool | None = None, opened: Iterable[Tier] = ()) -> None:
-        """The readers of the pool's index learn whether a lookup may hit beyond L1; None: there are none."""
+        """`pool`: its index tells readers whether a lookup may hit beyond L1; None: there are no readers."""
         self.recuts = False
-        """Whether records of one geometry can be made of those of another."""
+        """Whether records of one geometry can be made from those of another."""
         self._pool = pool
         self._tiers = list(opened)
         self._users: list[Callable[[Tier], None]] = []
@@ -43,7 +43,7 @@ class TierSet(Numbers, prefix="l2"):
 
     @property
     def take_loads(self) -> bool:
-        """Whether a lookup may find something behind L1."""
+        """Whether a lookup may find chunks in a tier."""
         return TierState.ACTIVE in [tier.state for tier in self._tiers]
 
     @property
@@ -67,7 +67,7 @@ class TierSet(Numbers, prefix="l2"):
                 user(tier)
 
     async def open(self, tier: Tier, context: AdapterContext, *, must: bool = False) -> None:
-        """Add a tier behind all others, and open it. Raises as `Tier.open`; then it is not in the set."""
+        """Add a tier after all others, and open it. Raises as `Tier.open`; then it is not in the set."""
         assert self.get(tier.name) is None, tier.name
         self._tiers.append(tier)
 
@@ -83,7 +83,7 @@ class TierSet(Numbers, prefix="l2"):
             raise
 
     async def close(self) -> None:
-        """Take all tiers out of the set, and close them at the same time. Idempotent."""
+        """Remove all tiers from the set, and close them concurrently. Idempotent."""
         tiers, self._tiers = self._tiers, []
         await asyncio.gather(*(tier.close() for tier in tiers))
 
@@ -96,15 +96,15 @@ class TierSet(Numbers, prefix="l2"):
     # -- the admin's operations ----------------------------------------------------------------------------
 
     def pause(self, name: str) -> dict[str, Any] | None:
-        """Ask a tier's medium nothing until `resume`. Returns its row; None: no tier has this name.
+        """Do not call a tier's medium until `resume`. Returns its row; None: no tier has this name.
 
-        Chunks that wait for a put are skipped; operations under way go on, and the row counts them (`under_way`).
+        Chunks that wait for a put are skipped; operations under way continue, and the row counts them (`under_way`).
         Raises BadRequest for a tier that is not open.
         """
         return self._set_paused(name, True)
 
     def resume(self, name: str) -> dict[str, Any] | None:
-        """Use a paused tier as before. Returns its row; None: no tier has this name.
+        """Use a paused tier again. Returns its row; None: no tier has this name.
 
         Chunks that were skipped meanwhile are not put.
         """

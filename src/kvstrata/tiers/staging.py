@@ -20,7 +20,7 @@ from kvstrata.native.core import buffer_address
 PAGE_BYTES = 4096
 """Blocks begin at multiples of this, as direct I/O requires."""
 MAX_WAITING = 256
-"""Maximum number of operations that wait for room."""
+"""Maximum number of operations that wait for a block."""
 MADV_DONTDUMP = 16
 
 
@@ -30,7 +30,7 @@ def pages(length: int) -> int:
 
 
 class Block:
-    """Some bytes of staging, which are free again when the object ends."""
+    """A range of staging, which is free again when the object is deleted."""
 
     def __init__(self, staging: Staging, offset: int, room: int, for_put: bool) -> None:
         self.address = staging.address + offset
@@ -75,12 +75,12 @@ class StagingHold:
 
 
 class Staging:
-    """See the module. Everything but `free` belongs to one event loop."""
+    """The staging of one codec. Everything but `free` belongs to one event loop."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes // PAGE_BYTES * PAGE_BYTES
         self.put_limit_bytes = self.size_bytes // 2 // PAGE_BYTES * PAGE_BYTES
-        # The kernel gives memory only to pages that were written.
+        # The kernel allocates memory only for pages that were written.
         self.memory = mmap.mmap(-1, self.size_bytes)
         if self.size_bytes:
             # The KV here is not encrypted yet, so core dumps must not contain it.
@@ -89,7 +89,7 @@ class Staging:
         self._free = [(0, self.size_bytes)]
         """Free runs as (offset, length), by offset, never adjacent."""
         self._freed: collections.deque[tuple[int, int, bool]] = collections.deque()
-        """Runs that are free but not in `_free` yet, and whether they were those of puts."""
+        """Freed runs that are not in `_free` yet, and whether they belonged to puts."""
         self._put_bytes = self._used_bytes = 0
         self._waiting: dict[bool, collections.deque[tuple[int, asyncio.Future[Block]]]] = {
             False: collections.deque(),
@@ -104,17 +104,17 @@ class Staging:
         return self._used_bytes
 
     def fits(self, length: int, *, for_put: bool) -> bool:
-        """Whether a block of this length could ever be given."""
+        """Whether a block of this length could ever be allocated."""
         return pages(length) <= (self.put_limit_bytes if for_put else self.size_bytes)
 
     def take_now(self, length: int, *, for_put: bool) -> Block | None:
-        """A block of at least `length` bytes if there is room and nobody waits for room."""
+        """A block of at least `length` bytes if one is free and no caller waits."""
         if self._waiting[False] or (for_put and self._waiting[True]):
             return None
         return self._allocate(pages(length), for_put)
 
     async def take(self, length: int, *, for_put: bool) -> Block | None:
-        """A block, as soon as it is this caller's turn; None when too many wait. REQUIRES: `fits`.
+        """A block, when it is this caller's turn; None if too many wait. REQUIRES: `fits`.
 
         A cancelled wait takes nothing.
         """
@@ -133,14 +133,14 @@ class Staging:
             raise
 
     def free(self, offset: int, length: int, for_put: bool) -> None:
-        """Take back a run, and have the waiting callers served on their loop. Any thread; also a finalizer."""
+        """Free a run, and have the waiting callers served on their loop. Any thread, also from a finalizer."""
         self._freed.append((offset, length, for_put))
         loop = self._loop
         if loop is not None and (self._waiting[False] or self._waiting[True]):
             try:
                 loop.call_soon_threadsafe(self._serve)
             except RuntimeError:
-                pass  # the loop is closed, so nobody waits on it any more
+                pass  # the loop is closed, so no caller waits on it any more
 
     def _allocate(self, room: int, for_put: bool) -> Block | None:
         self._take_back()
@@ -182,6 +182,6 @@ class Staging:
                 if not turn.done():
                     block = self._allocate(room, for_put)
                     if block is None:
-                        return  # puts stay behind, so that none takes the room that a load waits for
+                        return  # puts stay behind, so that none takes the space that a load waits for
                     turn.set_result(block)
                 waiting.popleft()

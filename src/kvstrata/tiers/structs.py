@@ -41,7 +41,7 @@ class Place(NamedTuple):
         return self.hidden(name, f"{must}, found {quoted(name, value)}")
 
     def refused(self, name: str, value: object, advice: str) -> ConfigError:
-        """The error for a field that cannot be honoured."""
+        """The error for a field whose value is not supported."""
         return self.hidden(name, f"{quoted(name, value)} is not supported: {advice}")
 
     def hidden(self, name: str, must: str) -> ConfigError:
@@ -49,7 +49,7 @@ class Place(NamedTuple):
         return ConfigError(f"{self.at(name)}: {must}", field=self.at(name))
 
     def noted(self, name: str, why: str) -> None:
-        """Log that a field was accepted and changes nothing."""
+        """Log that a field was accepted without effect."""
         log.info("%s: accepted, but has no effect here: %s", self.at(name), why)
 
 
@@ -58,8 +58,8 @@ def read(
 ) -> S:
     """The struct with the values of a JSON object. Raises ConfigError that names every wrong field.
 
-    `also`: names of fields that other code reads.  `rest`: the struct's field that takes all unknown fields; without it
-    an unknown field is an error.
+    `also`: names of fields that other code reads.  `rest`: the struct's field that collects all unknown fields; without
+    it an unknown field is an error.
     """
     wrong = AllWrong()
     fields = [field for field in msgspec.structs.fields(kind) if field.name != rest]

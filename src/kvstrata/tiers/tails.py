@@ -23,16 +23,16 @@ from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tier import Tier
 
 MAX_WAITING = 65_536
-"""Tails that may wait; of more, those that have waited longest are not put."""
+"""Maximum number of waiting tails; beyond it those that have waited longest are not put."""
 REMEMBERED = 65_536
 MAX_LINGERING = 4_096
-"""Replaced tails in use that are looked at again; of more, those replaced first stay until they are evicted."""
+"""Maximum number of replaced tails in use that are rechecked; beyond it the oldest stay until they are evicted."""
 KEYS_PER_ROUND = 64
-"""Tails offered to the tiers in one call of `offer_due`."""
+"""Number of tails offered to the tiers in one call of `offer_due`."""
 
 
 class TailPuts(Numbers):
-    """The tails that wait for their time, and those that L2 has. Belongs to the event loop."""
+    """The tails that wait for their put, and those in L2. Belongs to the event loop."""
 
     stored = counter("Tails that engines have stored in L1.")
     dropped = counter(
@@ -54,13 +54,13 @@ class TailPuts(Numbers):
         self._clock = clock
         self._after_s = after_s
         self._waiting: collections.OrderedDict[bytes, float] = collections.OrderedDict()
-        """By key: since when the tail waits; the first has waited longest."""
+        """Key → time since which the tail waits; the first has waited longest."""
         self._lingering: collections.OrderedDict[bytes, None] = collections.OrderedDict()
-        """Tails that were replaced while somebody used them."""
+        """Tails that were replaced while they were in use."""
         self._in_l2 = RecentKeys(REMEMBERED)
 
     def committed(self, keys: Sequence[bytes]) -> None:
-        """Note tails that became visible in L1."""
+        """These tails became visible in L1."""
         self.stored += len(keys)
         for key in keys:
             self._lingering.pop(key, None)
@@ -74,12 +74,12 @@ class TailPuts(Numbers):
             self._waiting.popitem(last=False)
 
     def loaded(self, keys: Iterable[bytes]) -> None:
-        """Note tails that L2 turned out to have."""
+        """These tails were found in L2."""
         for key in keys:
             self._in_l2.add(key)
 
     def replaced(self, keys: bytes) -> None:
-        """Drop tails that are of no use any more; one that is in use leaves L1 soon after its last use has ended."""
+        """Drop tails that are useless now; one that is in use leaves L1 soon after its last use has ended."""
         replaced = split(keys)
         for key in replaced:
             self._waiting.pop(key, None)
@@ -89,9 +89,9 @@ class TailPuts(Numbers):
             self._lingering.popitem(last=False)
 
     def _drop_lingering(self, keys: Iterable[bytes]) -> None:
-        """Drop those of these tails that nobody uses any more, in L2 too: no put of them is under way then.
+        """Drop those of these tails that are not in use any more, in L2 too: no put of them is under way then.
 
-        The others are looked at again after all that linger.
+        The others are checked again after all other lingering tails.
         """
         in_l2 = []
         for key in keys:
@@ -108,7 +108,7 @@ class TailPuts(Numbers):
             self._delete(in_l2)
 
     def tick(self) -> None:
-        """Drop replaced tails that are free now, and offer those whose time has come. Housekeeping calls this."""
+        """Drop replaced tails that are unused now, and offer those whose time has come. Housekeeping calls this."""
         self._drop_lingering(list(itertools.islice(self._lingering, KEYS_PER_ROUND)))
         self.offer_due()
 
@@ -126,7 +126,7 @@ class TailPuts(Numbers):
                 self._store.committed([key])
 
     async def stop(self) -> None:
-        """Offer all tails that wait, and let deletions end."""
+        """Offer all waiting tails, and wait for deletions to end."""
         self.offer_due(all_of_them=True)
         await asyncio.gather(*self._deletions)
 

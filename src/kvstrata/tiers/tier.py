@@ -98,15 +98,15 @@ STUCK_SHARE = 16
 DEADLINE_MS = 5_000
 """Default of an entry's `deadline_ms`."""
 KILL_DEADLINES = 3
-"""Default of `host_kill_ms`: this many deadlines."""
+"""Default of `host_kill_ms`, in deadlines."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
-"""Pauses between tries to open a tier that cannot be reached; each is twice the pause before."""
+"""Shortest and longest pause between attempts to open an unreachable tier; each is twice the one before."""
 ANSWER_S = 3.0
-"""A file system that has not answered a probe by then is unreachable."""
+"""Time after which a file system that has not answered a probe counts as unreachable."""
 FULL_REASONS = frozenset({FULL, "capacity", "disk_full", "no_room"})
-"""Reasons of puts for which the medium had no room."""
+"""Reasons of puts that say that the medium is full."""
 CODECS_AT = 80
-"""The place in a record's header of the eight numbers of the codecs that encoded its payload, zero for none."""
+"""Offset in a record's header of the numbers of the (up to eight) codecs that encoded its payload; zero: no codec."""
 _CANCELLED = "cancelled"
 MEANINGS = {
     "exists": "lookups count its chunks as absent",
@@ -114,7 +114,7 @@ MEANINGS = {
     "load": "lookups count its chunks as absent",
     "delete": "records that should be deleted stay on it",
 }
-"""What an open breaker of an operation means, for the log."""
+"""The consequence of an operation's open breaker, for the log."""
 
 
 _OUTCOMES = {
@@ -124,34 +124,34 @@ _OUTCOMES = {
 _MOVED = {"put": Outcome.STORED, "load": Outcome.LOADED}
 _ENDED = operator.attrgetter("outcome", "reason")
 _MISANSWERED = "misanswered"
-"""In place of a reason: the answer is none that the storage contract allows."""
+"""Reason for an answer that the storage contract forbids."""
 
 
 class TierState(enum.StrEnum):
-    """Whether a tier gets chunks and answers lookups: only an active one does."""
+    """The state of a tier: only an active one gets chunks and answers lookups."""
 
     UNREACHABLE = "unreachable"
-    """Its adapter could not be opened yet, and is opened again and again."""
+    """Its adapter could not be opened yet; attempts are repeated."""
     ACTIVE = "active"
     PAUSED = "paused"
-    """An admin has paused it: its medium is asked nothing."""
+    """An admin has paused it: its medium is not called."""
 
 
 class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Times and bounds of one tier."""
 
     deadline_ms: int = DEADLINE_MS
-    """Time for one operation, and as long again for every `bytes_per_deadline` of its payload."""
+    """Time limit of one operation, extended by as much for every `bytes_per_deadline` of its payload."""
     bytes_per_deadline: int = 64 << 20
     max_stuck_bytes: int
     failures: int = 3
     open_s: float = 1.0
     max_open_s: float = 30.0
-    """Times for which a breaker is open, see tiers/breaker.py."""
+    """Shortest and longest time for which a breaker is open, see tiers/breaker.py."""
     opening_s: float = 30.0
-    """Time in which the medium must be opened before the server starts without it."""
+    """Time after which the server starts without a medium that is not open yet."""
     close_s: float = 10.0
-    """How long `close` waits for the medium's close and for operations past their deadline."""
+    """Maximum time that `close` waits for the medium's close and for operations past their deadline."""
 
 
 def limits_of(config: TierConfig, l1_bytes: int) -> TierLimits:
@@ -163,7 +163,7 @@ def limits_of(config: TierConfig, l1_bytes: int) -> TierLimits:
 
 
 class Tier(TierNumbers):
-    """See the module. All methods belong to the event loop."""
+    """One tier, as the module describes. All methods belong to the event loop."""
 
     def __init__(self, config: TierConfig, limits: TierLimits, clock: Clock) -> None:
         """Make the medium, not open. Raises ConfigError if a plugin does."""
@@ -173,20 +173,20 @@ class Tier(TierNumbers):
         self.limits = limits
         self.is_open = False
         self.reason = ""
-        """Why it could not be opened the last time."""
+        """Why the last attempt to open it failed."""
         self.paused = False
         self.load_times = LoadTimes()
-        """How long fetches load from it, which measure that (tiers/loads.py)."""
+        """Measured times of fetches from it (tiers/loads.py)."""
         self.users: dict[str, Numbers] = {}
-        """While it is open: its `puts`, if it takes any, and the `loads` from it."""
+        """While it is open: its `puts`, if it accepts any, and the `loads` from it."""
         self.folder = WatchedFolder(config.folder) if config.folder else None
-        """The directory of the medium; None: it has none."""
+        """The directory of the medium; None: the medium has no directory."""
         self._clock = clock
         self._log = EventLog("adapters", clock.monotonic_s)
         self._misanswered: set[str] = set()
         """Operations whose invalid answers were logged."""
         self._is_full = False
-        """Whether the medium had no room for its last put."""
+        """Whether the medium was full at its last put."""
         self._probe: asyncio.Future[FolderState] | None = None
         """A probe of the directory that has not ended."""
         self._opening: set[asyncio.Task[None]] = set()
@@ -195,7 +195,7 @@ class Tier(TierNumbers):
             operation: Breaker(limits.failures, limits.open_s, limits.max_open_s) for operation in MEANINGS
         }
         self.host: HostedAdapter | None
-        """The process of an isolated tier."""
+        """The adapter host of an isolated tier."""
         self.codec: Codec | None
         self.medium, self.host, self.codec = self._make()
 
@@ -219,7 +219,7 @@ class Tier(TierNumbers):
 
     @property
     def capabilities(self) -> Capabilities:
-        """The medium's; valid once the tier is open."""
+        """The medium's capabilities; valid once the tier is open."""
         return self.medium.capabilities
 
     @property
@@ -249,7 +249,7 @@ class Tier(TierNumbers):
     async def _reach(
         self, context: AdapterContext, in_use: Callable[[], None], opening: asyncio.Task[None]
     ) -> None:
-        """Open the medium, after pauses that grow."""
+        """Try to open the medium again, after growing pauses."""
         pause_s = FIRST_PAUSE_S
         while True:
             if not opening.done():
@@ -323,7 +323,7 @@ class Tier(TierNumbers):
     async def close(self) -> None:
         """End the opening, and close the medium. Idempotent.
 
-        It waits at most `close_s` for the medium and its running operations; the rest goes on, and is logged.
+        It waits at most `close_s` for the medium and its running operations; the rest continues, and is logged.
         """
         opening = list(self._opening)
         for task in opening:
@@ -355,11 +355,11 @@ class Tier(TierNumbers):
 
     @property
     def running(self) -> int:
-        """How many operations have not ended, whether or not somebody waits for them; the close counts as one."""
+        """Number of operations that have not ended, even if no caller waits for them; the close counts as one."""
         return len(self._running)
 
     async def ended(self) -> None:
-        """Return when no operation runs any more."""
+        """Wait until no operation runs any more."""
         while self._running:
             await asyncio.wait(set(self._running))
 
@@ -373,7 +373,7 @@ class Tier(TierNumbers):
 
     @property
     def shown_state(self) -> str:
-        """The state for people: an active tier whose directory is not well has the state of its directory."""
+        """The state shown to admins: that of the directory if an active tier's directory is not WELL."""
         state = self.state
         if (
             state is TierState.ACTIVE
@@ -389,7 +389,7 @@ class Tier(TierNumbers):
 
     @property
     def medium_state(self) -> FolderState | None:
-        """The state of the medium's directory; None: it has none."""
+        """The state of the medium's directory; None: the medium has none."""
         if not self.is_open:
             return FolderState.UNREACHABLE
         return None if self.folder is None else self.folder.state
@@ -441,8 +441,8 @@ class Tier(TierNumbers):
     async def look_at_folder(self) -> None:
         """Probe the directory of an open tier once, for ANSWER_S at most, and act on a change of its state.
 
-        The probe runs on a thread of its own, since a file system may not answer for ever; a directory whose probe has
-        not ended is not probed again.
+        The probe runs on a thread of its own, since a file system may never answer; a directory whose probe has not
+        ended is not probed again.
         """
         if self.folder is None or not self.is_open:
             return
@@ -464,7 +464,7 @@ class Tier(TierNumbers):
     # -- operations ----------------------------------------------------------------------------------------
 
     async def exists(self, keys: bytes, ask: Ask) -> bytes:
-        """As the medium; UNKNOWN at the deadline, while a breaker is open and while the medium is asked nothing."""
+        """As the medium; UNKNOWN at the deadline, while a breaker is open and while the medium is not called."""
         n_keys = len(keys) // KEY_BYTES
         own = copy.copy(ask)  # the medium may still answer after the deadline
 
@@ -491,7 +491,7 @@ class Tier(TierNumbers):
         return found
 
     async def put(self, items: Sequence[Item]) -> Sequence[Item]:
-        """As the medium; returns settled items, which are FAILED at the deadline or if the medium takes no puts now."""
+        """As the medium; returns settled items, FAILED at the deadline or if the medium accepts no puts now."""
         work = self.medium.put if self.codec is None else functools.partial(self.codec.put, self.medium)
         return await self._move("put", work, items)
 
@@ -527,7 +527,7 @@ class Tier(TierNumbers):
         return settled
 
     async def delete(self, keys: bytes) -> int:
-        """As the medium; 0 at the deadline, while the breaker is open and while the medium takes no puts."""
+        """As the medium; 0 at the deadline, while the breaker is open and while the medium accepts no puts."""
         count, n_keys = 0, len(keys) // KEY_BYTES
         begun_s, outcomes = self._clock.monotonic_s(), {_CANCELLED: n_keys}
         try:
@@ -540,7 +540,7 @@ class Tier(TierNumbers):
         return count
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
-        """As the medium; None if it does not answer in time, its answer is not a page, or it is asked nothing."""
+        """As the medium; None if it does not answer in time, its answer is not a page, or it is not called."""
         page: KeyPage | None = None
         with contextlib.suppress(_Failed):
             page = await self._bounded("list_keys", lambda: self.medium.list_keys(cursor, most))
@@ -587,10 +587,10 @@ class Tier(TierNumbers):
             )
         return is_one
 
-    # -- the one way to the medium -------------------------------------------------------------------------
+    # -- all calls of the medium ---------------------------------------------------------------------------
 
     def _refusal(self, operation: str) -> str:
-        """Why the medium is not asked this; empty: it is asked."""
+        """Why the medium is not called for this operation; empty: it is called."""
         if not self.is_open:
             return CLOSED
         if self.paused:
@@ -609,13 +609,13 @@ class Tier(TierNumbers):
         why_failed: Callable[[T], str] = lambda answer: "",
         payload_bytes: int = 0,
     ) -> T:
-        """The result of `work` if it comes in time. Raises _Refused if nothing was asked, _Failed otherwise.
+        """The result of `work` if it comes in time. Raises _Refused if `work` was not started, _Failed otherwise.
 
         `why_failed(result)`: why a result means that the medium failed ("": it does not); _MISANSWERED: the storage
         contract forbids it, which is logged.  An operation without a breaker always goes through.
 
-        After the deadline, and when the caller is cancelled, the work goes on and its bytes count as stuck until it
-        ends.  In any case the breaker hears how the work ended, or that its deadline passed.
+        After the deadline, and when the caller is cancelled, the work continues and its bytes count as stuck until it
+        ends.  In any case the breaker is told how the work ended, or that its deadline passed.
         """
         if refusal := self._refusal(operation):
             raise _Refused(refusal)
@@ -667,7 +667,7 @@ class Tier(TierNumbers):
         return task.result()
 
     def _judge(self, operation: str, breaker: Breaker, reason: str) -> None:
-        """Tell the breaker how an operation ended, for which reason it failed ("": it did not), and log its change."""
+        """Report an operation's end to the breaker (`reason` "": it succeeded), and log a change of its state."""
         before = breaker.state
         breaker.ended(not reason, self._clock.monotonic_s())
         is_well, was_well = breaker.state is BreakerState.CLOSED, before is BreakerState.CLOSED
@@ -693,10 +693,10 @@ class Tier(TierNumbers):
         task.add_done_callback(unstick)
 
     def _count(self, operation: str, begun_s: float, moved_bytes: int, outcomes: Mapping[str, int]) -> None:
-        """Count a batch that has ended; log that the medium is full, or has room again, if that has changed.
+        """Count a batch that has ended; log it if the medium has become full, or has free space again.
 
-        `outcomes`: items by outcome in lower case (`stored`, `absent`, …), by `status:reason` where there is a reason,
-        _CANCELLED if the caller went away.
+        `outcomes`: number of items by outcome in lower case (`stored`, `absent`, …), with a reason `status:reason`;
+        _CANCELLED if the caller was cancelled.
         """
         seconds = self._clock.monotonic_s() - begun_s
         counted = self.by_operation[operation]
@@ -727,7 +727,7 @@ class _Failed(Exception):
 
 
 class _Refused(_Failed):
-    """The medium was not asked."""
+    """The medium was not called."""
 
 
 def _refuse_encoded(items: Sequence[Item]) -> None:

@@ -30,7 +30,7 @@ class Work:
         return await asyncio.shield(self.keep(work))
 
     def start(self, work: Coroutine[Any, Any, T], name: str = "") -> asyncio.Task[T]:
-        """Run `work` as a task that nobody has to await."""
+        """Run `work` as a task that need not be awaited."""
         task = asyncio.create_task(work, name=name or None)
         self.keep(task)
         return task
@@ -56,7 +56,7 @@ class Work:
         self._background.append(task)
 
     def remarks(self) -> dict[str, str]:
-        """Which background tasks have failed, and how; for `StorageAdapter.remarks`."""
+        """The background tasks that have failed, with their errors; for `StorageAdapter.remarks`."""
         return {name: why[:MAX_REMARK_CHARS] for name, why in self._failed.items()}
 
     async def stop(self) -> None:
@@ -68,6 +68,6 @@ class Work:
         self._background.clear()
 
     async def ended(self) -> None:
-        """Return when all work that was given to `own`, `start` or `keep` has ended."""
+        """Wait for the end of all work passed to `own`, `start` or `keep`."""
         while self._running:
             await asyncio.wait(set(self._running))

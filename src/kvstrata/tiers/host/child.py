@@ -61,7 +61,7 @@ from kvstrata.types import KEY_BYTES
 log = logging.getLogger(__name__)
 
 REPORT_S = 0.05
-"""Longest time from a drop or an eviction to its report; an answer may report it earlier."""
+"""Maximum time from a drop or an eviction to its report; an answer may report it earlier."""
 COUNT_S = 1.0
 MAX_ADVERTISED_BYTES = MAX_FRAME_BYTES - 1024
 _thinning = Thinning()
@@ -101,7 +101,7 @@ class Host:
     """The child's side of the channel. Everything but `_hold_dropped` and `_evicted` runs on the loop."""
 
     def __init__(self, sock: socket.socket, extents: ExtentsMap, config: Configure) -> None:
-        # The channel ends if the server is gone or has given up on this process.
+        # The channel ends if the server has died or has abandoned this process.
         self._channel = Channel(sock, self._read, lambda: os._exit(0))
         self._extents = extents
         self._config = config
@@ -113,7 +113,7 @@ class Host:
         self._evictions: deque[bytes] = deque()
         self._report_is_due = False
         self._unreported: dict[int, list[int]] = {}
-        """Indices of the dropped items that are not reported yet, by request."""
+        """Indices of the dropped items not reported yet, by request."""
         self._counted = frames.Report()
         self._advertised = b""
 
@@ -179,7 +179,7 @@ class Host:
         self._send(answer)
 
     async def _result_of(self, call: Call) -> Any:
-        """What the adapter answers. Raises what the adapter raises, and TypeError for an invalid answer."""
+        """The adapter's answer. Raises the adapter's exceptions, and TypeError for an invalid answer."""
         adapter, ask = self._adapter, Ask(each=call.each, owner=call.owner)
         match call.operation:
             case "exists":
@@ -240,7 +240,7 @@ class Host:
 
     def _report(self) -> None:
         self._report_is_due = (
-            False  # first, so that a drop or eviction during the rest schedules another call
+            False  # set first, so that a drop or eviction during the rest schedules another call
         )
         self._collect()
         for number, indices in self._unreported.items():
@@ -254,7 +254,7 @@ class Host:
             self._send(frames.Report(evicted=keys[at : at + MAX_ITEMS]))
 
     def _advertisement(self) -> bytes:
-        """The adapter's advertisement; none, which is logged once, if it is too long for a frame."""
+        """The adapter's advertisement; empty, which is logged once, if it is too long for a frame."""
         found = self._adapter.advertisement() if isinstance(self._adapter, ReadsPeers) else b""
         if len(found) <= MAX_ADVERTISED_BYTES:
             return found

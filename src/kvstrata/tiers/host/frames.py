@@ -39,16 +39,16 @@ from kvstrata.types import KEY_BYTES
 
 MAX_FRAME_BYTES = 64 << 10
 MAX_ITEMS = 1_024
-"""Maximum number of items of a frame. As many outcomes with the longest reasons fit into it."""
+"""Maximum number of items of a frame, which has space for as many outcomes with the longest reasons."""
 MAX_REASON_BYTES = 48
 MAX_TEXT_CHARS = 4_000
 MAX_FIELD_CHARS = 200
 QUEUE_BYTES = 1 << 20
-"""Bytes that may wait to be sent before `is_full`."""
+"""Number of unsent bytes above which `is_full` is true."""
 FRAMES_AT_A_TIME = 16
-"""Frames that are read before the loop turns to other work."""
+"""Number of frames that are read in one turn of the loop."""
 LAST_FRAMES = 10_000
-"""Maximum number of frames that are read of a side that has ended; a socket buffers fewer."""
+"""Maximum number of frames that are read after the other side has ended; a socket buffers fewer."""
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
@@ -67,7 +67,7 @@ class Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=T
     """A frame, decoded."""
 
 
-# --- what the server sends --------------------------------------------------------------------------------
+# --- messages of the server --------------------------------------------------------------------------------
 
 
 class Configure(Message):
@@ -92,22 +92,22 @@ class Call(Message):
     number: int
     operation: Operation
     items: list[tuple[bytes, int, int, bool]] = []
-    """Of a put or load: keys, with offsets and lengths of their extents and `each` of their Ask."""
+    """For a put or load: (key, offset and length of its extent, `each` of its Ask)."""
     keys: bytes = b""
     each: bool = False
     owner: bytes = b""
-    """Of the Ask."""
+    """`owner` of the Ask."""
     log_level: int = logging.NOTSET
-    """That of the server's log now, as Python's logging numbers it."""
+    """The server's current log level, as a number of Python's logging."""
     cursor: int = 0
     most: int = 0
 
 
 class Close(Message):
-    """The host ends, with exit status 0."""
+    """Ends the host, with exit status 0."""
 
 
-# --- what the host sends ----------------------------------------------------------------------------------
+# --- messages of the host ----------------------------------------------------------------------------------
 
 
 class Opened(Message):
@@ -117,7 +117,7 @@ class Opened(Message):
 
 
 class Raised(Message):
-    """The adapter raised in the call of that number, or, with number 0, when it was made or opened."""
+    """The adapter raised in the call with this number; 0: when it was made or opened."""
 
     number: Number
     kind: str
@@ -144,7 +144,7 @@ class Dropped(Message):
 
 
 class Report(Message):
-    """What has changed besides; None: nothing."""
+    """Other changes; a field that is None has not changed."""
 
     numbers: Counts | None = None
     """The adapter's counters; with them come its remarks."""
@@ -210,7 +210,7 @@ def raised(number: int, error: BaseException) -> Raised:
 
 
 def answer_of(number: int, result: object, dropped: list[int]) -> Answer:
-    """The answer; of items their outcomes and reasons, the latter only if any has one."""
+    """The answer; for items their outcomes and, if any has one, their reasons."""
     if isinstance(result, list):
         reasons = [word_of(item.reason) for item in result] if any(item.reason for item in result) else []
         result = bytes([item.outcome for item in result]), reasons
@@ -218,7 +218,7 @@ def answer_of(number: int, result: object, dropped: list[int]) -> Answer:
 
 
 def result_of(operation: Operation, count: int, answer: Answer) -> Any:
-    """What the adapter's method returned for `count` keys; of items, their outcomes and reasons.
+    """The return value of the adapter's method for `count` keys; for items, their outcomes and reasons.
 
     Raises ChannelError.
     """
@@ -245,7 +245,7 @@ def result_of(operation: Operation, count: int, answer: Answer) -> Any:
 
 
 def word_of(reason: str) -> str:
-    """A reason as a frame has it."""
+    """A reason as it is sent in a frame."""
     return reason.encode(errors="replace")[:MAX_REASON_BYTES].decode(errors="ignore")
 
 
@@ -270,11 +270,11 @@ class Channel:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits to be sent."""
+        """Whether all frames are sent."""
         return not self._queue
 
     def close(self) -> None:
-        """Read and send nothing more. Idempotent."""
+        """Stop reading and sending. Idempotent."""
         if self._socket is not None:
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
@@ -289,7 +289,7 @@ class Channel:
             self._loop.add_writer(self._socket, self._write_rest)
 
     def flush(self) -> None:
-        """Send what waits, however long the other side takes to read it."""
+        """Send all waiting frames, however long the other side takes to read them."""
         if self._socket is not None:
             self._socket.setblocking(True)
             self._write()
@@ -299,7 +299,7 @@ class Channel:
             self._loop.remove_writer(self._socket)
 
     def _write(self) -> bool:
-        """Send frames; returns whether none is left."""
+        """Send frames; returns whether all are sent."""
         try:
             while self._queue and self._socket is not None:
                 self._socket.send(self._queue[0])

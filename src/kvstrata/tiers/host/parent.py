@@ -66,15 +66,15 @@ log = logging.getLogger(__name__)
 MAX_REQUESTS = 4_096
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 30.0
 STEADY_S = 10.0
-"""After a child that lived for this long, the pauses begin again with the shortest."""
+"""Lifetime of a child after which the pauses begin again with the shortest."""
 OPEN_S = 600.0
-"""Longest wait for a restarted child to open its adapter. (The first open has no time limit here.)"""
+"""Maximum wait for a restarted child to open its adapter. (The first open has no time limit here.)"""
 CLOSE_S = 3.0
-"""Time that the child has to end after Close before it is killed; it begins again with each answer."""
+"""Time for the child to end after Close before it is killed; each answer restarts it."""
 
 
 class _Request:
-    """A row of the table: it is removed when it is answered and all its holds are dropped."""
+    """A row of the table, removed when the request is answered and all its holds are dropped."""
 
     __slots__ = ("begun_s", "bytes", "call", "count", "future", "held", "items")
 
@@ -87,10 +87,10 @@ class _Request:
         self.bytes = sum([item.hold.length for item in items])
         self.begun_s = begun_s
         self.future: asyncio.Future[Any] | None = asyncio.get_running_loop().create_future()
-        """What the adapter answers, see frames.py; None once the request was answered."""
+        """Gets the adapter's answer, see frames.py; None once the request was answered."""
 
     def take(self, message: frames.Answer | frames.Raised | frames.Dropped) -> None:
-        """Take what the child says of this request. Raises ChannelError if it contradicts the request."""
+        """Apply a message of the child about this request. Raises ChannelError if it contradicts the request."""
         if not isinstance(message, frames.Dropped):
             if self.future is None:
                 raise ChannelError(f"request {message.number} was answered before")
@@ -109,7 +109,7 @@ class _Request:
             self._end(result)
 
     def leave(self, name: str, outcome: Outcome, why: str) -> None:
-        """End what the child of this adapter does not answer: items with this outcome, keys unknown or not deleted."""
+        """End an unanswered request: its items get this outcome, its keys are unknown or not deleted."""
         for index in self.held:
             self.items[index].hold.drop()
         if self.future is None:
@@ -166,16 +166,16 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         """The child's counters and remarks, about a second old; empty after the child has ended."""
         self._advertisement = b""
         self._restarts = 0
-        """How often a child was started in place of one that had ended."""
+        """Number of children started to replace one that had ended."""
         self._requests: dict[int, _Request] = {}
         self._last_number = 0
         self._heard_s = 0.0
-        """When the child last showed that it works, or got work after it had none."""
+        """When the child last showed a sign of work, or got work after it had none."""
         self._context: AdapterContext | None = None
         self._pool_fds: list[int] = []
         self._process: HostProcess | None = None
         self._channel: Channel | None = None
-        """None while no child can be asked anything."""
+        """None while no child accepts requests."""
         self._opening: asyncio.Future[None] | None = None
         self._refusal: frames.Raised | None = None
         """Why the child could not open its adapter; it ends then."""
@@ -186,7 +186,7 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
 
     @property
     def state(self) -> str:
-        """See the module."""
+        """The state of the child, as in the module's diagram."""
         if self._channel is None:
             return "closed" if self._closed or self._process is None else "down"
         return "up" if self._opening is not None and self._opening.done() else "starting"
@@ -305,7 +305,7 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
     def _call(
         self, operation: frames.Operation, items: Sequence[Item] = (), **fields: Any
     ) -> asyncio.Future[Any]:
-        """Send a call; its result, see `_Request`. Settles the items, and owns their holds."""
+        """Send a call, and return its future (`_Request`). Settles the items, and owns their holds."""
         if items and items[0].ask is not None:
             fields["owner"] = items[0].ask.owner
         rows = [
@@ -330,7 +330,7 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         return future
 
     def _send(self, message: Message) -> None:
-        if self._channel is not None:  # else the child was just found dead: `_reaped` settles the table
+        if self._channel is not None:  # if None, the child was just found dead: `_reaped` settles the table
             self._channel.send(frames.frame_of(message))
 
     def _came(self, frame: bytes) -> None:
@@ -374,7 +374,7 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         self._timer = None if due_s is None else asyncio.get_running_loop().call_at(due_s, self._look)
 
     def _look(self) -> None:
-        """Kill a child that has been silent for too long, or look again later."""
+        """Kill a child that has been silent for too long, or check again later."""
         if self._channel is not None:
             self._channel.read()  # frames that came while the loop was busy count as signs of work
         due_s, self._timer = self._due_s(), None
@@ -431,7 +431,7 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         )
 
     def _break(self, why: str) -> None:
-        """Kill the child and read nothing more from it; idempotent. Its operations wait until it was reaped.
+        """Kill the child and stop reading from it; idempotent. Its operations wait until it was reaped.
 
         `why` is logged; empty: the log line of the child's end is enough.
         """
@@ -474,7 +474,7 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         return StorageError(f"{text}; its last lines: {lines}" if lines else text, field=field)
 
     async def _keep_up(self) -> None:
-        """Whenever a child has ended, start another after a pause that grows."""
+        """Whenever a child has ended, start another one after a growing pause."""
         loop = asyncio.get_running_loop()
         pause_s, begun_s = FIRST_PAUSE_S, loop.time()
         while True:

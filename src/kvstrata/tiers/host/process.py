@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 
 _BOOT = "import sys; sys.path.append(sys.argv[1]); from kvstrata.tiers.host.child import main; main()"
 LOG_BYTES = 16 << 10
-"""Bytes of the child's output that are read at a time, and its longest line."""
+"""Maximum number of bytes of the child's output that are read at a time, and maximum length of a line."""
 LAST_LINES = 3
-"""Lines that an error quotes."""
+"""Number of lines that an error quotes."""
 LAST_READS = 64
 """Maximum number of reads of the output of a child that has ended."""
 LINES_PER_WINDOW = 200
@@ -49,7 +49,7 @@ LEVEL_MARK = "\x1e"
 
 
 class HostProcess:
-    """See the module.
+    """One child process of an adapter host.
 
     The child inherits `channel_fd`, which this object closes once the child has it, and `pool_fds`, which the caller
     keeps open until `ended`.  `ended(how)` gets a text for operators: `exit status 3`, `SIGKILL`.
@@ -70,14 +70,14 @@ class HostProcess:
         self._last: deque[str] = deque(maxlen=LAST_LINES)
         self._window_s = 0.0
         self._lines = 0
-        """Lines of the child in this window."""
+        """Number of the child's lines in this window."""
 
     def start(self) -> None:
         """Spawn the child, in the thread that will wait for its end."""
         threading.Thread(target=self._live, name=f"host-{self._name}", daemon=True).start()
 
     def last_lines(self) -> str:
-        """What the child printed last, without anything that may be a credential; for an error of its SDK."""
+        """The child's last lines, without anything that may be a credential; for an error of its SDK."""
         return scrubbed(" | ".join(self._last))
 
     def kill(self) -> None:
@@ -98,7 +98,7 @@ class HostProcess:
     def _live(self) -> None:
         name_thread()
         how = self._spawn_and_wait()
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits for it
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so there is no waiter
             self._loop.call_soon_threadsafe(self._ended, how)
 
     def _spawn_and_wait(self) -> str:

@@ -28,7 +28,7 @@ from kvstrata.types import GB
 MB = 1 << 20
 BLOCK_BYTES = 4096
 LEAST_BLOCKS = 16
-"""Blocks in the shortest segment."""
+"""Minimum number of blocks in a segment."""
 
 
 def disk_adapter(

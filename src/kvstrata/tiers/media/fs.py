@@ -33,7 +33,7 @@ WithoutEffect = Annotated[Any, Meta(description="Accepted, but has no effect.")]
 
 
 class FsAdapter(NativeAdapter):
-    """See the module. One instance owns its directory, or its folder there, from `open` to `close`."""
+    """The `fs` adapter. One instance owns its directory, or its folder there, from `open` to `close`."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ def folder_at(base_path: str) -> str:
 def absolute(path: str, place: Place, name: str) -> str:
     """The directory of field `name` as an absolute path.
 
-    Raises ConfigError if its `~` cannot be resolved, or if it contains a null byte, where the system would cut it off.
+    Raises ConfigError if its `~` cannot be resolved, or if it contains a null byte, at which the system would cut it.
     """
     if "\0" in path:
         raise place.wrong(name, path, "must be a path without null bytes")
@@ -42,10 +42,10 @@ def absolute(path: str, place: Place, name: str) -> str:
 
 
 def medium_word(kind: str, *parts: object, hosts: Iterable[str] = ()) -> str:
-    """The same word for the same arguments; it shows none of them.
+    """A name of a medium: a digest, equal for equal arguments, that reveals none of them.
 
-    `hosts`: where the medium is reached.  One that only this host reaches makes the word this host's own, since it
-    names something else on another host; no host at all does too, for a directory.
+    `hosts`: the addresses of the medium.  If only this host reaches one of them, or there is none (a directory), the
+    name is unique to this host, since the same address means another medium on another host.
     """
     at = sorted(hosts)
     local = not at or any(_is_local(host) for host in at)

@@ -61,18 +61,18 @@ SETUP_KEYS = (
     "master_server_addr", "ipc_socket_path", "enable_ssd_offload", "ssd_offload_path", "tenant_id",
     "enable_client_http_server", "client_http_port",
 )  # fmt: skip
-"""Options that `setup` reads in the version of Mooncake named above. Others are passed on too, with a warning."""
+"""Options that `setup` reads in the version of Mooncake named above. Other options are passed on with a warning."""
 DEFAULT_MASTER = "127.0.0.1:50051"
 KEY_PREFIX = "kvstrata-"
 """All instances of a Mooncake cluster use the same prefix."""
 GIVEN_UP_S = 10.0
-"""If a transfer fails sooner than this, the other side has reported that it is over.  If it fails later, Mooncake has
-given it up (after 60 s).  Its bytes may then still be written when a stopped process that has the value continues (seen
+"""A transfer that fails sooner than this was reported as ended by the other side.  If it fails later, Mooncake has
+abandoned it (after 60 s), and its bytes may still be written when a stopped process with the value continues (observed
 over tcp)."""
 MOST_COUNTED = 1 << 17
-"""Records that `usage` counts; of more, the oldest are forgotten."""
+"""Maximum number of records that `usage` counts; beyond it the oldest are forgotten."""
 VERIFIERS = 4
-"""Threads that verify the records of a batch, the lane's own thread included."""
+"""Number of threads that verify the records of a batch, including the lane's own thread."""
 
 _OK = 0
 _FULL, _NO_REPLICA_YET, _NO_OBJECT, _EXISTS, _REPLICA_GONE = -200, -703, -704, -705, -712
@@ -81,11 +81,11 @@ _REASONS = {
     -101: "no_segment", _FULL: FULL, _PARAMETERS: "parameters", -707: "lease_expired", _TRANSFER: "transfer",
     -900: "rpc",
 }  # fmt: skip
-"""Short reasons for codes of Mooncake's ErrorCode (mooncake-store/include/types.h)."""
+"""Reason codes by Mooncake's ErrorCode (mooncake-store/include/types.h)."""
 
 
 class MooncakeAdapter(StorageAdapter):
-    """See the module. Nothing is reserved, connected or imported before `open`.
+    """The `mooncake_store` adapter. It reserves, connects and imports nothing before `open`.
 
     `config`: the checked fields of an entry, with Mooncake's own names of its options.
     """
@@ -146,7 +146,7 @@ class MooncakeAdapter(StorageAdapter):
         module = import_store(self.name)
         self._replicate = self._replicate_config(module)
         master = str(setup.get("master_server_addr") or DEFAULT_MASTER)
-        if "://" not in master:  # else an etcd, Redis or Kubernetes of the cluster names the master
+        if "://" not in master:  # with a scheme, an etcd, Redis or Kubernetes of the cluster names the master
             check_answers(self.name, "master_server_addr", master)
         metadata_server = urlsplit(str(setup.get("metadata_server", "")))
         if metadata_server.scheme in ("http", "https"):
@@ -331,7 +331,7 @@ class MooncakeAdapter(StorageAdapter):
                 item.hold.drop()
 
     def _sound(self, items: Sequence[Item], codes: list[int]) -> set[int]:
-        """Indices of the items that were read whole and are sound records of their keys."""
+        """Indices of the items that were read completely and are sound records of their keys."""
         read = [place for place, code in enumerate(codes) if code > 0]
         records = [(items[place].hold.address, codes[place], items[place].key) for place in read]
         outcomes = self._verifier.verify_stored(records)
@@ -344,7 +344,7 @@ class MooncakeAdapter(StorageAdapter):
         if code < 0 and code != _PARAMETERS:
             return Outcome.FAILED, _reason(code)
         [removed] = self._remove([key])
-        if removed == _NO_OBJECT:  # somebody else removed the value while it was being read
+        if removed == _NO_OBJECT:  # another client removed the value while it was being read
             return Outcome.ABSENT, ""
         return Outcome.CORRUPT, ""
 

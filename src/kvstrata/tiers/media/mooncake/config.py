@@ -20,13 +20,13 @@ from kvstrata.tiers.structs import Place
 log = logging.getLogger(__name__)
 
 NEARLY = 0.8
-"""An unknown field at least this similar to one of ours counts as misspelt; less similar fields are passed on."""
+"""Similarity to one of our fields from which an unknown field counts as misspelt; others are passed on."""
 
 
 REPLICAS = frozenset({"replica_num", "nof_replica_num"})
-"""Options of ReplicateConfig that LMCache's entries have beside those of `setup`."""
+"""Options of ReplicateConfig that LMCache's entries have next to those of `setup`."""
 OTHER_NAMES = {"master_server_address": "master_server_addr", "device_name": "rdma_devices"}
-"""Names that Mooncake's own configuration file and LMCache have for options of `setup`."""
+"""Options of `setup` by their names in Mooncake's own configuration file and in LMCache."""
 
 
 class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True):

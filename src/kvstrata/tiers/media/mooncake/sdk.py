@@ -16,7 +16,7 @@ from kvstrata.errors import ConfigError, StorageError, install
 from kvstrata.patience import patience
 
 PROBE_S = 1.5
-"""Longest wait for a connection before the client is set up."""
+"""Maximum wait for a connection before the client is set up."""
 _NICS = Path("/sys/class/infiniband")
 _APT = {"libibverbs": "libibverbs1", "libnuma": "libnuma1", "libcurl": "libcurl4", "libnl-3": "libnl-3-200"}
 _PACKAGE = "mooncake-transfer-engine-non-cuda"

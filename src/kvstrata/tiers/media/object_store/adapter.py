@@ -67,12 +67,12 @@ log = logging.getLogger(__name__)
 DEFAULT_WORKERS = {Lane.LOOKUP: 16, Lane.LOAD: 16, Lane.PUT: 8}
 NOTE_EVERY_S = 60.0
 LONGEST_BYTES = (1 << 32) - 1
-"""Longest record that its header can describe."""
+"""Maximum length of a record, by its header."""
 QUEUE_LIMIT = 1 << 14
-"""Requests that may wait in a lane."""
+"""Maximum number of requests that wait in a lane."""
 PAGE = 1000
 LIST_S = 600.0
-"""Longest time of a listing: a server may answer with pages for ever, each within the time limit of a request."""
+"""Maximum time of a listing: a server may send pages without end, each within the time limit of a request."""
 MARKER = "kvstrata-format"
 MARKER_TEXT = b"kvstrata records, format 1\n"
 MOST_MARKER_BYTES = 4096
@@ -99,7 +99,7 @@ class ObjectStoreSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Part(NamedTuple):
-    """The outcome of reading one part of the room for a record."""
+    """The outcome of reading one part of a record's extent."""
 
     outcome: Outcome
     reason: str = ""
@@ -109,7 +109,7 @@ class Part(NamedTuple):
 
 
 class ObjectStoreAdapter(StorageAdapter):
-    """See the module."""
+    """The `object_store` adapter."""
 
     def __init__(self, settings: ObjectStoreSettings, *, name: str = "object_store") -> None:
         self.name = name
@@ -202,7 +202,7 @@ class ObjectStoreAdapter(StorageAdapter):
             raise StorageError(f"{self.name}: cannot be cleared: {plain(error)}", field=self.name) from None
 
     async def usage(self) -> Usage:
-        """The records that this server has put since its start and not removed; nothing lists the bucket for it."""
+        """The records that this server has put since its start and not removed; the bucket is not listed."""
         with self._counting:
             return self._usage
 
@@ -257,7 +257,7 @@ class ObjectStoreAdapter(StorageAdapter):
         return Presence.PRESENT, ""
 
     def _write(self, item: Item) -> None:
-        item.outcome, item.reason = self._written(item)  # `_written` sees to the hold
+        item.outcome, item.reason = self._written(item)  # `_written` handles the hold
 
     def _written(self, item: Item) -> tuple[Outcome, str]:
         path, length = path_of(item.key), item.hold.length
@@ -307,7 +307,7 @@ class ObjectStoreAdapter(StorageAdapter):
             return None
 
     def _fetch(self, path: str, begin: int, target: memoryview, room: int) -> tuple[int, str | None]:
-        """Read what the object has of a part of `room` bytes, unless it has more bytes in all.
+        """Read a part of the object, unless the whole object has more than `room` bytes.
 
         Returns and raises what `_head` does, or ValueError.
         """
@@ -328,7 +328,7 @@ class ObjectStoreAdapter(StorageAdapter):
             if "NoSuchBucket" in str(error):
                 return Part(Outcome.FAILED, self._note(error))
             return Part(Outcome.ABSENT)
-        except (*_ERRORS, ValueError) as error:  # ValueError: fewer bytes came than were announced
+        except (*_ERRORS, ValueError) as error:  # ValueError: fewer bytes arrived than were announced
             if RANGE.search(str(error)):  # the object ends before this part
                 return Part(Outcome.LOADED if begin else Outcome.CORRUPT)
             return Part(Outcome.FAILED, self._note(error))
@@ -383,7 +383,7 @@ class ObjectStoreAdapter(StorageAdapter):
     def _remove(self, paths: list[str]) -> None:
         try:
             obstore.delete(self._store, paths)
-        except FileNotFoundError:  # somebody else has removed one of them
+        except FileNotFoundError:  # another client has removed one of them
             for path in paths if len(paths) > 1 else ():
                 self._remove([path])
 
@@ -409,7 +409,7 @@ class ObjectStoreAdapter(StorageAdapter):
         return removed
 
     def _pages(self) -> Iterator[list[Any]]:
-        """The pages of a listing, of each the objects whose names are ours. Raises TimeoutError after LIST_S."""
+        """The pages of a listing, each with only the objects whose names are ours. Raises TimeoutError after LIST_S."""
         until_s = time.monotonic() + LIST_S
         for page in obstore.list(self._store, chunk_size=PAGE):
             yield [meta for meta in page if NAME.fullmatch(meta["path"])]
@@ -422,7 +422,7 @@ class ObjectStoreAdapter(StorageAdapter):
             self._usage = Usage(max(0, used_bytes + record_bytes), 0, max(0, known + records))
 
     def _note(self, error: Exception) -> str:
-        """The short reason of an error, which is logged at most once a minute per reason."""
+        """The reason code of an error, which is logged at most once a minute per reason."""
         reason = reason_of(error)
         now_s = time.monotonic()
         if now_s - self._noted.get(reason, -NOTE_EVERY_S) >= NOTE_EVERY_S:

@@ -26,10 +26,10 @@ _BY_CODE = {
     "NotImplemented": "conditional_put",
     "NoSuchBucket": "no_bucket",
 }
-"""Reasons by the code in the answer of the store."""
+"""Reasons by the code in the store's answer."""
 _FULL = re.compile(r"<Code>\w*(?:Quota|InsufficientStorage|StorageFull|CapacityExceeded)\w*</Code>")
 _INSTANCE_METADATA = "://169.254.169.254"
-"""Where the library looks for credentials when it was given none."""
+"""URL at which the library looks for credentials if none are configured."""
 _QUERY = re.compile(r"\?\S*")
 _USER = re.compile(r"(?<=://)[^/@\s]*@")
 
@@ -57,7 +57,7 @@ def reason_of(error: Exception) -> str:
 
 
 def is_wrong(error: Exception) -> bool:
-    """Whether the store answers, and cannot be used before somebody changes a setting or the store."""
+    """Whether the store answers, but cannot be used until a setting or the store is changed."""
     status = _STATUS.search(str(error))
     return (
         isinstance(error, ValueError)
@@ -75,7 +75,7 @@ def plain(error: Exception) -> str:
 
 
 def advice(error: Exception) -> str:
-    """What is wrong with the URL according to this error, and what to do: a sentence without its subject, the URL."""
+    """The problem with the URL according to this error, and the remedy: a sentence without its subject, the URL."""
     return _ADVICE.get(reason_of(error), "cannot be used")
 
 

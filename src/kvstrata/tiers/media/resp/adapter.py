@@ -68,19 +68,19 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 << 20
-"""Payload bytes of one piece of a batch."""
+"""Maximum payload bytes of one piece of a batch."""
 SCAN_COUNT = 1000
 DEADLINE_MS = 5_000
 CLEAR_S = 120.0
-"""Longest time of a clear; a server may answer SCAN for ever."""
+"""Maximum time of a clear; a server may answer SCAN without end."""
 ROOM_HOLDS_S = 0.5
 
 
 class RespAdapter(StorageAdapter):
-    """See the module."""
+    """The `resp` adapter."""
 
     def __init__(self, config: RespConfig, servers: RespServers, *, name: str = "resp") -> None:
-        """`config`: checked fields of an entry; `servers`: what they say about the servers."""
+        """`config`: checked fields of an entry; `servers`: the servers that it names."""
         self.name = name
         self.config = config
         self.servers = servers
@@ -100,7 +100,7 @@ class RespAdapter(StorageAdapter):
         """Limit of one request."""
         self._ttl_ms = int(config.ttl_seconds * 1000)
         self._capacity_bytes = int(config.max_capacity_gb * GB)
-        """Nothing is put while all servers together use more memory than this; 0: no limit but the servers' own."""
+        """Memory of all servers together above which puts are refused; 0: no limit but the servers' own."""
         self._prefix = config.key_prefix.encode()
         self._servers = Servers(name, servers)
         self._pipelines = Pipelines(
@@ -142,7 +142,7 @@ class RespAdapter(StorageAdapter):
         }
 
     def remarks(self) -> dict[str, str]:
-        """What the servers have answered with an error, in their words; empty since a later put was stored."""
+        """The servers' last error reply, verbatim; empty when a later put was stored."""
         return {"refusal": one_line(f"{self._refusal.text:.200}")}
 
     # -- the contract, on the event loop -------------------------------------------------------------------
@@ -176,9 +176,9 @@ class RespAdapter(StorageAdapter):
         return await self._work.own(self._lanes.run(Lane.DELETE, self._clear))
 
     async def usage(self) -> Usage:
-        """The memory that the servers use, its bound, and all keys of the database, those of other programs included.
+        """The memory that the servers use, its limit, and all keys of the database, including those of other programs.
 
-        Only reading all keys could tell which are ours.
+        Only reading all keys could show which are ours.
         """
         return await self._work.own(self._lanes.run(Lane.LOOKUP, self._usage))
 
@@ -255,7 +255,7 @@ class RespAdapter(StorageAdapter):
             self._not_put(item, None)
 
     def _lacking(self, items: list[Item]) -> list[tuple[Item, Answer]]:
-        """The items whose values are not there, with the values' lengths; settles the others."""
+        """The items without a value of their length, with the length found; settles the others."""
         lacking: list[tuple[Item, Answer]] = []
         for item, length in zip(items, self._lengths([item.key for item in items]), strict=True):
             if item.hold.length > MAX_VALUE_BYTES:
@@ -271,7 +271,7 @@ class RespAdapter(StorageAdapter):
         return lacking
 
     def _set(self, items: Sequence[tuple[Item, bool]]) -> list[Item]:
-        """SET these values, where the flag says so only if they are absent; settles all but those that were not."""
+        """SET these values, flagged ones only if absent. Returns those that were not absent; settles the others."""
         if not items:
             return []
         words = [b"PX", b"%d" % self._ttl_ms] if self._ttl_ms else []
@@ -316,7 +316,7 @@ class RespAdapter(StorageAdapter):
             item.settle(Outcome.THROTTLED if reason == FULL else Outcome.FAILED, reason)
 
     def _refused(self, reply: Reply) -> str:
-        """The short reason for a reply that is not the requested one; the server's own words go to log and status."""
+        """The reason code for an error reply; the server's own words go to log and status."""
         if isinstance(reply, ServerError):
             before, self._refusal = self._refusal, reply
             if before.code != reply.code:

@@ -25,23 +25,23 @@ from collections.abc import Sequence
 from kvstrata.text import one_line
 
 BUFFER_BYTES = 1 << 16
-"""Longest line that the server may send."""
+"""Maximum length of a line that the server may send."""
 MAX_BULK_BYTES = 1 << 20
-"""Longest value that `reply` accepts; records are read by `read_into`."""
+"""Maximum length of a value that `reply` accepts; records are read by `read_into`."""
 MAX_ARRAY_BYTES, ITEM_BYTES, MAX_DEPTH = 1 << 26, 64, 8
-"""Most bytes of an array with all its items, the overhead that is counted for each item, and the deepest nesting."""
+"""Maximum bytes of an array with all its items, the overhead counted for each item, and the maximum nesting."""
 MAX_VALUE_BYTES = 512 << 20
-"""Longest value that servers accept with their default settings (proto-max-bulk-len)."""
+"""Maximum length of a value that servers accept with their default settings (proto-max-bulk-len)."""
 LARGEST_NUMBER = (1 << 63) - 1
 SOME_BUFFERS = 512
-"""Most buffers of one system call, below the kernel's limit of 1024."""
+"""Maximum number of buffers in one system call, below the kernel's limit of 1024."""
 SHOWN_BYTES = 60
 
 Buffer = bytes | bytearray | memoryview
 
 
 class LinkLost(Exception):
-    """The connection cannot be used any more. `reason` is a short word for outcomes, `str()` a sentence."""
+    """The connection cannot be used any more. `reason` is a reason code for outcomes, `str()` a sentence."""
 
     def __init__(self, reason: str, sentence: str) -> None:
         super().__init__(sentence)
@@ -63,12 +63,12 @@ Reply = int | bytes | None | ServerError | list["Reply"]
 
 
 def command(*words: bytes) -> bytes:
-    """A command as it goes over the wire."""
+    """A command in its wire format."""
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
 
 class Link:
-    """See the module. Owns the socket."""
+    """One connection. Owns the socket."""
 
     def __init__(self, connected: socket.socket, deadline_s: float) -> None:
         self.deadline_s = deadline_s
@@ -88,7 +88,7 @@ class Link:
         self._socket.close()
 
     def is_quiet(self) -> bool:
-        """Nothing has arrived since the last reply: the server has neither closed nor sent anything unasked."""
+        """Whether nothing has arrived since the last reply: neither the end of the connection nor unexpected bytes."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return self._begin == self._end and not poll.poll(0)
@@ -117,7 +117,7 @@ class Link:
                 left[0] = left[0][sent:]
 
     def _last_words(self) -> str:
-        """The error with which the server ended the connection while we sent; empty without one."""
+        """The error reply with which the server ended the connection while we sent; empty without one."""
         if self._tls:
             return ""
         said = bytes(self._view[self._begin : self._end])
@@ -188,7 +188,7 @@ class Link:
         self._end_of_value()
 
     def skip(self, length: int) -> None:
-        """Read the announced value and throw it away. Raises LinkLost."""
+        """Read the announced value and discard it. Raises LinkLost."""
         while length > 0:
             if self._begin == self._end:
                 self._begin, self._end = 0, self._receive(self._view)
@@ -234,7 +234,7 @@ class Link:
         return count
 
     def _arm(self, *, sending: bool = False) -> None:
-        """Let the next system call wait until the deadline. Raises LinkLost after it."""
+        """Set the timeout of the next system call to the time left. Raises LinkLost after the deadline."""
         left_s = self.deadline_s - time.monotonic()
         if left_s <= 0:
             raise LinkLost("timeout", "the server did not answer in time")

@@ -12,17 +12,17 @@ from kvstrata.tiers.media.resp.servers import Address, Servers
 from kvstrata.types import KEY_BYTES
 
 WINDOW_BYTES = 2 << 20
-"""Most bytes that are requested or sent and not answered yet, unless a single record is larger."""
+"""Maximum bytes that are requested or sent and not answered yet, unless a single record is larger."""
 BYTES_PER_TIMEOUT = 64 << 20
-"""For each further this many bytes, a request gets its time limit once more."""
+"""Number of payload bytes for which a request's time limit is extended by as much again."""
 SHORT_BYTES = 200
 """Rough size of a command without a payload, together with its answer."""
 MAX_TURNS = 4
-"""Most servers that are asked for one key when each says that another one has it."""
+"""Maximum number of servers asked for one key when each redirects to another one."""
 
 
 class BadValue:
-    """The answer when the value that was read is not the requested record."""
+    """The answer if the value that was read is not the requested record."""
 
     def __init__(self, why: CopyOutcome | None = None) -> None:
         self.why = why
@@ -35,20 +35,20 @@ class Pipelines:
     """Sends commands and reads answers for one adapter. The threads of its lanes use it."""
 
     def __init__(self, servers: Servers, prefix: bytes, *, clustered: bool, timeout_s: float) -> None:
-        """A request may take `timeout_s`, and as long again for every BYTES_PER_TIMEOUT bytes."""
+        """A request may take `timeout_s`, and as much again for every BYTES_PER_TIMEOUT bytes."""
         self._servers = servers
         self._prefix = prefix
         self._clustered = clustered
         self._timeout_s = timeout_s
         self.redirections = 0
-        """How often a node of a cluster answered that another one has the key."""
+        """Number of times that a node of a cluster answered that another one has the key."""
 
     def name_of(self, key: bytes) -> bytes:
-        """The record's key at the servers."""
+        """The name of the record's key at the servers."""
         return self._prefix + key.hex().encode()
 
     def about(self, verb: bytes, *after: bytes) -> Callable[[int, bytes], Sequence[Buffer]]:
-        """A function that writes this command for one name; all names have the same length."""
+        """A function that encodes this command for one name; all names have the same length."""
         gap = b"?" * (len(self._prefix) + 2 * KEY_BYTES)
         before, _, behind = command(verb, gap, *after).partition(gap)
         return lambda i, name: (before + name + behind,)

@@ -25,7 +25,7 @@ def port_of(text: bytes | str) -> int:
 
 
 def reason_of(reply: Reply) -> str:
-    """The short reason for a reply that is not the requested one."""
+    """The reason code for a reply that is not the requested one."""
     if not isinstance(reply, ServerError):
         return "protocol"
     return _REASONS.get(reply.code, "server_error")

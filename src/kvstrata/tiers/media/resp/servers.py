@@ -40,11 +40,11 @@ log = logging.getLogger(__name__)
 SLOTS = 1 << 14
 PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 ASK_PAUSE_S = 0.3
-"""Shortest time between two requests for the owners of the slots, or for the master, while an older answer is known."""
+"""Minimum interval of requests for the owners of the slots, or for the master, while an older answer is known."""
 MOST_NODES = 1024
 """Beyond this many servers, those without connections are forgotten; redirections may name any number of servers."""
 _WRONG = ("denied", "protocol", "settings", "tls")
-"""Reasons for which a server that answers cannot be used before somebody changes a setting."""
+"""Reasons for which a server that answers cannot be used until a setting is changed."""
 
 
 class Address(NamedTuple):
@@ -86,20 +86,20 @@ class _Node:
         self.failures = 0
         """Failures in a row."""
         self.denied = False
-        """The last failure was a refusal: the server answers, and does not let us in."""
+        """Whether the last failure was a refusal: the server answers, but rejects our login."""
         self.try_at_s = 0.0
         self.trying = False
 
 
 class Servers:
-    """See the module. Thread-safe."""
+    """The servers and their connections. Thread-safe."""
 
     def __init__(self, name: str, settings: RespServers) -> None:
         self._name = name
         self._settings = settings
         self._lock = threading.Lock()
         self._asking = threading.Lock()
-        """Held by the one thread that asks which server has which slots."""
+        """Held by the thread that asks which server has which slots."""
         self._nodes: dict[Address, _Node] = {}
         self._slots: list[Address] = []
         """Master of each slot of a cluster."""
@@ -109,9 +109,9 @@ class Servers:
         self._ask_at_s = 0.0
         self._closed = False
         self.connections = 0
-        """Connections made so far."""
+        """Number of connections made so far."""
         self.lost = 0
-        """Connections that broke, or on which an answer came too late."""
+        """Number of connections that broke, or on which an answer came too late."""
 
     # -- which server has a key ----------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class Servers:
         return dict(groups)
 
     def known(self, name: bytes) -> Address | None:
-        """As `of`, without asking: None if it is not known now. Never blocks."""
+        """Like `of`, without a request: None if it is unknown now. Never blocks."""
         return self._slots[slot_of(name)] if self._slots else None
 
     def masters(self) -> list[Address]:
@@ -160,7 +160,7 @@ class Servers:
             self._stale = False
             return
         known = bool(self._slots) if settings.cluster else self._master != settings.addresses[0]
-        # While another thread asks, and for a short while after, callers go on with the old answer if there is one.
+        # While another thread asks, and for a short while after, callers use the old answer if there is one.
         if known and time.monotonic() < self._ask_at_s:
             return
         if not self._asking.acquire(blocking=not known):
@@ -349,7 +349,7 @@ class Servers:
             user = [settings.username.encode()] if settings.username and not own else []
             link.send([command(b"AUTH", *user, password.encode())])
             reply = link.reply()
-            if isinstance(reply, ServerError) and user and sentinel:  # which may not know the servers' users
+            if isinstance(reply, ServerError) and user and sentinel:  # it may lack the servers' users
                 link.send([command(b"AUTH", password.encode())])
                 reply = link.reply()
             if isinstance(reply, ServerError):
@@ -401,7 +401,7 @@ def _slots(reply: Reply, asked: str) -> list[Address]:
             case [int() as first, int() as last, [host, int() as port, *_], *_] if (
                 0 <= first <= last < SLOTS and isinstance(host, bytes | None) and 0 < port < 1 << 16
             ):
-                # An empty host, or "?", means the node that answered, at the address where it was asked.
+                # An empty host, or "?", means the node that answered, at the address that was used.
                 where = host.decode(errors="replace") if host and host != b"?" else asked
                 table[first : last + 1] = [Address(where, port)] * (last + 1 - first)
             case _:
