@@ -29,7 +29,7 @@ SWEEP_CELLS = 1 << 20
 def _yield_to_loop() -> None:
     """Give lookups precedence over changes when cores are scarce.
 
-    The registry also yields after each turn, since a scheduler may let a running thread go on for milliseconds.
+    The registry also yields after each turn, since a scheduler may let a running thread continue for milliseconds.
     """
     name_thread()
     os.nice(10)  # of the calling thread only, on Linux
@@ -85,16 +85,16 @@ class Directory(Numbers):
 
     @property
     def busy(self) -> bool:
-        """Whether so many changes wait that followers must."""
+        """Whether so many changes wait that followers must wait too."""
         return self.waiting_bytes > BUSY_BYTES
 
     # --- changes --------------------------------------------------------------------------------------------
 
     def apply(self, group: int, tiers: list[str], runs: list[Run], *, shared: bool = False) -> None:
-        """Apply changes, except to tiers that are none of these. Raises SlotsExhausted; then some may be applied.
+        """Apply changes to these tiers, ignoring others. Raises SlotsExhausted; then some may be applied.
 
-        What one group no longer finds in a shared medium, no other one finds there; `shared`: these changes come of
-        that.
+        A chunk that one group no longer finds in a shared medium is removed for all groups of that medium; `shared`:
+        these changes are such removals.
         """
         work: list[tuple[Change, int, bytes]] = []
         for run in runs:
@@ -178,9 +178,9 @@ class Directory(Numbers):
                 self._retire(self._lookups.unname(group, tier))
 
     def open_left_out(self) -> int:
-        """Open the slot for all placements of a snapshot that belong to none of its members. Raises SlotsExhausted.
+        """Open a slot for all placements of a snapshot that belong to none of its members. Raises SlotsExhausted.
 
-        It comes before `restore_slots`, since the members may need every other slot.
+        Call it before `restore_slots`, since the members may need all other slots.
         """
         return self._open(0)
 
@@ -196,8 +196,8 @@ class Directory(Numbers):
     ) -> asyncio.Future[tuple[int, str]]:
         """Fill slots from a snapshot, by their numbers there. Lookups find them, and other changes begin, after that.
 
-        `load` begins `Registry.restore` to the slots that it is given.  The awaited result: how many placements there
-        are, and the reason of a failure, empty for none; after one the slots are retired.
+        `load` begins `Registry.restore` into the given slots.  The awaited result: the number of placements, and the
+        reason of a failure, empty for none; after a failure the slots are retired.
         """
         slots = array("H", [left_out]) * 65_536
         for number, slot in slot_of.items():

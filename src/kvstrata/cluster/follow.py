@@ -39,7 +39,7 @@ from kvstrata.rpc.cluster_wire import (
 from kvstrata.rpc.zmq_link import AskLink
 
 ANSWER_S = 2.0
-"""Time for an answer, beyond the time for which the instance may wait for changes."""
+"""Time limit of an answer, beyond the time for which the instance may wait for changes."""
 PAGE_S = 10.0
 AGAIN_S = 0.2
 """Pause after a failure."""
@@ -47,22 +47,22 @@ LISTS = 32
 MAX_PAGES = 1 << 22
 """A list with more pages counts as broken: its cursor does not advance."""
 LIST_AGAIN_S, LIST_AGAIN_MAX_S = 1.0, 60.0
-"""Wait before a tier that could not be listed is asked again, doubling."""
+"""Shortest and longest pause before a tier that could not be listed is listed again; it doubles."""
 
 R = TypeVar("R", bound=ClusterReply)
 
 
 class Listener:
-    """Hears how following goes; a subclass says what it makes of that."""
+    """Callbacks about the progress of following; a subclass implements them."""
 
     def heard(self, condition: Condition | None) -> None:
-        """The instance has answered; now and then with its condition."""
+        """The instance has answered; from time to time with its condition."""
 
     def listed(self, took_s: float) -> None:
-        """The directory knows all that the instance held when the list began."""
+        """The directory has all chunks that the instance held when the list began."""
 
     def lost(self, reason: str) -> None:
-        """The directory's knowledge is no longer exact, and the instance is listed again."""
+        """The directory is no longer in step with the instance, which is listed again."""
 
 
 class _Lost(Exception):

@@ -36,28 +36,28 @@ from kvstrata.tiers.breaker import Breaker, BreakerState
 
 POLL_S = 1.0
 SHARE = 0.8
-"""Of the time that is left, the part for which an owner may wait; the rest is for its answer's way."""
+"""Share of the remaining time for which an owner may wait; the rest is for the transfer of its answer."""
 ANSWER_S = 1.0
 TICK_S = 0.002
 """The loop's timers count milliseconds, so one may end this much before its time."""
 MAX_OWNERS = 64
 OWNER_S = 2.0
-"""How long the controller's word on an instance is used."""
+"""Time for which a controller's answer about an instance is reused."""
 End = Literal["ready", "broken", "late", "none"]
 
 
 class _Owner:
-    """An instance that is asked."""
+    """An instance that is asked for chunks."""
 
     def __init__(self, entry: Owner, link: AskLink) -> None:
         self.entry, self.link, self.known_s = entry, link, float("-inf")
         self.breaker = Breaker(1, 1.0, 30.0)
         self.silent = False
-        """Whether the last question that ended had no answer."""
+        """Whether the last completed request got no answer."""
 
 
 class _Links(NamedTuple):
-    """What is open once something was asked."""
+    """The links, opened with the first request."""
 
     links: Links
     keys: ClusterKeys
@@ -69,17 +69,17 @@ class AwaitedPeers:
     """Asks other instances for the lookups of this one. Belongs to the event loop."""
 
     def __init__(self, settings: PeerSettings, clock: Clock, instance_id: str) -> None:
-        """Connects to nothing before the first question."""
+        """Opens no connection before the first request."""
         self._instance_id = instance_id
         self._shared = Shared("peers", settings, clock, instance_id)
         self._loop = asyncio.get_running_loop()
         self._open: _Links | None = None
         self._owners: OrderedDict[str, _Owner] = OrderedDict()
         self.disk_times = LoadTimes()
-        """Of chunks that came from owners' L2 tiers."""
+        """Measured times of loads from owners' L2 tiers."""
 
     def close(self) -> None:
-        """End all questions. Idempotent."""
+        """End all requests. Idempotent."""
         opened, self._open = self._open, None
         if opened is not None:
             for owner in self._owners.values():
@@ -88,9 +88,9 @@ class AwaitedPeers:
             opened.links.close()
 
     async def wait(self, instance: str, asked: Await, most_s: float) -> tuple[int, End, bytes]:
-        """Wait, at most so long, until an instance has more of these chunks.
+        """Wait, at most `most_s`, until an instance has more of these chunks.
 
-        Returns how many it has, how the wait has ended, and the instance as `Ask.owner` names it.
+        Returns the number of chunks that it has, how the wait has ended, and the instance encoded for `Ask.owner`.
         """
         ends_s = self._loop.time() + most_s
         owner = await self._owner(instance, most_s)
@@ -108,7 +108,7 @@ class AwaitedPeers:
                     break
                 if (
                     reply.end == "late"
-                ):  # if the promise is broken before the next question, no other one is awaited
+                ):  # if the promise is broken before the next request, no other one is awaited
                     asked = msgspec.structs.replace(asked, expects=False)
                 elif reply.end != "expected":
                     well = True
@@ -118,7 +118,7 @@ class AwaitedPeers:
             else:
                 well = True
                 return asked.n_present, "late", b""
-        except asyncio.CancelledError:  # it says nothing of the owner
+        except asyncio.CancelledError:  # not the owner's fault
             well = owner.breaker.state is BreakerState.CLOSED
             raise
         except (Unavailable, ClusterFailure):
@@ -131,18 +131,18 @@ class AwaitedPeers:
         return asked.n_present, "broken", b""
 
     async def on_disks(self, keys: bytes, n_slices: int, most_s: float) -> tuple[str, int]:
-        """Which instance has most leading chunks of these in L1 and its own L2 tiers, and how many; "", 0: none."""
+        """The instance with most of these leading chunks in L1 and its own L2 tiers, and their number; "", 0: none."""
         ends_s = self._shared.now_s() + min(most_s, self._shared.settings.lookup_timeout_ms / 1000)
         found = await self._opened().finder.owners(split(keys), Ask(), ends_s)
         return (found[0].instance, found[0].n_keys // n_slices) if found else ("", 0)
 
     async def promiser(self, tags: bytes, most_s: float) -> str:
-        """Whose engines compute the chunks from one of these on, the first best; "": nobody's, as far as is known."""
+        """The instance whose engines compute the chunks from one of these on, the first best; "": no known instance."""
         found = await self._asked(Where(0, self._instance_id, tags, 1, 1, each=True, promised=True), most_s)
         return self._keep(found[0]).entry.instance if found else ""
 
     async def _owner(self, instance: str, most_s: float) -> _Owner | None:
-        """How to reach an instance, by what controllers said last; None: they know no such instance."""
+        """An instance, by the last answer of controllers; None: they do not know it."""
         known = self._owners.get(instance)
         if known is not None and self._loop.time() < known.known_s + OWNER_S:
             self._owners.move_to_end(instance)
@@ -156,7 +156,7 @@ class AwaitedPeers:
         return self._owners.get(instance)
 
     def _keep(self, entry: Owner) -> _Owner:
-        """The instance, as a controller knows it now."""
+        """Remember an instance as a controller has named it now."""
         entry = msgspec.structs.replace(entry, n_keys=0)
         owner = self._owners.get(entry.instance)
         if owner is None or owner.entry != entry:

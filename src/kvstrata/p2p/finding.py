@@ -30,7 +30,7 @@ from kvstrata.tiers.work import Work
 log = logging.getLogger(__name__)
 
 CONTROLLER_MAX_OPEN_S = 4.0
-"""Longest pause before a controller that did not answer is asked again."""
+"""Maximum pause before a controller that did not answer is asked again."""
 MAX_TOLD = 256
 COUNTED = (
     "asked_directory", "recalled", "reads", "read_records", "read_bytes", "read_failures", "unsound_records", "hellos",
@@ -39,15 +39,15 @@ COUNTED = (
 WORTH = 7 / 8
 """Owners whose prefix is shorter than this share of the longest one come last, however lightly loaded they are."""
 SLOW, RATED_BYTES, RATED_S = 1 / 2, 1 << 20, 60.0
-"""Owners from which reads of RATED_BYTES or more came at less than half of the best one's rate come behind the others
-for RATED_S; then they are tried again."""
+"""Owners whose reads of RATED_BYTES or more had less than SLOW times the best owner's rate rank behind the others for
+RATED_S; then they are tried again."""
 REMEMBERED_KEYS = 32_768
-"""Keys of which the last answers are remembered, twice: the newer and the older half."""
+"""Number of keys in each of the two halves, newer and older, of the remembered answers."""
 _OWNER = msgspec.msgpack.Decoder(Owner)
 
 
 class Shared:
-    """What the parts of one tier share. Belongs to the event loop."""
+    """Objects that the parts of one tier share. Belongs to the event loop."""
 
     def __init__(self, name: str, settings: PeerSettings, clock: Clock, instance_id: str) -> None:
         """`name` of the tier; `instance_id` of this instance."""
@@ -70,18 +70,18 @@ class OwnerBook:
     """The breakers of the owners that were asked, by instance id. The caller passes the time."""
 
     def __init__(self, limits: OwnerLimits, under_way: Callable[[str], int]) -> None:
-        """`under_way(instance)`: the number of reads from an owner that are not over."""
+        """`under_way(instance)`: the number of reads from an owner that have not ended."""
         self._limits = limits
         self._under_way = under_way
         self._breakers: collections.OrderedDict[str, Breaker] = collections.OrderedDict()
         self._rates: dict[str, tuple[float, float]] = {}
-        """Of owners with a breaker: bytes a second of late, and when that was measured."""
+        """For owners with a breaker: recent rate in bytes per second, and the time of its measurement."""
 
     def in_order(self, owners: Sequence[Owner], now_s: float) -> list[Owner]:
         """The owners that may be asked now, best first.
 
-        The directory's order (prefix length, zone, load) stands, but among owners with prefixes of about the same
-        length, confirmed ones come first, then those from which reads were fast, then those from which we read less.
+        The directory's order (prefix length, zone, load) is kept, except that among owners with prefixes of about the
+        same length confirmed ones come first, then those with fast reads, then those from which we read less.
         """
         longest = max((owner.n_keys for owner in owners), default=0)
         rates = {
@@ -103,7 +103,7 @@ class OwnerBook:
         return sorted((owner for owner in owners if not self.is_skipped(owner, now_s)), key=rank)
 
     def is_skipped(self, owner: Owner, now_s: float) -> bool:
-        """Whether an owner must not be asked now because it failed lately."""
+        """Whether an owner must not be asked now because it failed recently."""
         return not self._breaker(owner.instance).would_admit(now_s)
 
     def admit(self, instance: str, now_s: float) -> bool:
@@ -111,11 +111,11 @@ class OwnerBook:
         return self._breaker(instance).admit(now_s)
 
     def ended(self, instance: str, now_s: float, *, well: bool) -> None:
-        """The owner has answered, or it did not answer or sent wrong bytes: skip it for a while."""
+        """Report the end of a request. `well` false: the owner did not answer, or sent wrong bytes; it is skipped."""
         self._breaker(instance).ended(well, now_s)
 
     def measured(self, instance: str, n_bytes: int, began_s: float, now_s: float) -> None:
-        """A read from this owner has brought so many bytes."""
+        """Record a read of `n_bytes` from this owner."""
         if n_bytes >= RATED_BYTES and instance in self._breakers:
             rate = n_bytes / max(1e-6, now_s - began_s)
             before, at_s = self._rates.get(instance, (rate, now_s))
@@ -123,7 +123,7 @@ class OwnerBook:
             self._rates[instance] = before + weight * (rate - before), now_s
 
     def states(self) -> dict[str, int]:
-        """Counts for status pages."""
+        """Numbers of owners for status pages."""
         closed = sum(breaker.would_admit(float("-inf")) for breaker in self._breakers.values())
         return {"owners": len(self._breakers), "owners_skipped": len(self._breakers) - closed}
 
@@ -142,7 +142,7 @@ class Controllers:
     """The controllers, which are asked in their order until one answers. Belongs to the event loop."""
 
     def __init__(self, shared: Shared, links: Links, keys: ClusterKeys) -> None:
-        """Raises Unavailable if one of their URLs is no endpoint."""
+        """Raises Unavailable if one of their URLs is not an endpoint."""
         self._shared = shared
         self._asked = [
             (links.ask(url, keys=keys), Breaker(1, 0.25, CONTROLLER_MAX_OPEN_S))
@@ -150,12 +150,12 @@ class Controllers:
         ]
 
     def close(self) -> None:
-        """Ask nothing more."""
+        """Stop asking, and close the links."""
         for controller, _ in self._asked:
             controller.close()
 
     async def ask(self, request: Where, ends_s: float) -> WhereReply | None:
-        """The answer of the first one that gives a valid one; None: nobody said anything in time."""
+        """The first valid answer of a controller; None: no controller answered in time."""
         n_keys = len(request.tags) // TAG_BYTES
         for controller, breaker in self._asked:
             left_s = ends_s - self._shared.now_s()
@@ -179,10 +179,10 @@ class Controllers:
 
 
 class Answer(NamedTuple):
-    """What the directory said about a run of keys."""
+    """The directory's answer about a run of keys."""
 
     keys: tuple[bytes, int]
-    """The last key and the length of the run; these and the first key tell one run from another."""
+    """The last key and the length of the run, which identify it together with the first key."""
     owners: list[Owner]
     asked_s: float
 
@@ -191,18 +191,18 @@ class Finder:
     """Asks the directory for one tier, and remembers its answers."""
 
     def __init__(self, shared: Shared, controllers: Controllers, *, on_disks: bool = False) -> None:
-        """`on_disks`: what owners have in L2 tiers of their own counts too."""
+        """`on_disks`: chunks in owners' own L2 tiers count too."""
         self._shared = shared
         self._controllers, self._on_disks = controllers, on_disks
         self._newer: dict[bytes, Answer] = {}
         self._older: dict[bytes, Answer] = {}
-        """By key: the last answer that named owners."""
+        """Key → the last answer that named owners."""
         self._nobody: collections.OrderedDict[bytes, float] = collections.OrderedDict()
-        """By the first key of a run: until when nobody has it."""
+        """First key of a run → time until which it is assumed that no instance has it."""
         self._asking: dict[tuple[bytes, bytes, int, bool], asyncio.Task[list[Owner] | None]] = {}
 
     def named(self, ask: Ask, n_keys: int) -> list[Owner]:
-        """The owner that a command named for these keys, which has them all as far as we know; none without one."""
+        """The owner that a command named for these keys, assumed to have them all; empty without one."""
         if not ask.owner:
             return []
         return [msgspec.structs.replace(_OWNER.decode(ask.owner), n_keys=n_keys, confirmed=True)]
@@ -213,15 +213,15 @@ class Finder:
         return None if answer is None else answer.owners
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Forget what was said about these keys: an owner did not have what it was named for."""
+        """Forget the answers about these keys: an owner did not have the chunks that it was named for."""
         for key in keys:
             self._newer.pop(key, None)
             self._older.pop(key, None)
 
     async def owners(self, keys: Sequence[bytes], ask: Ask, ends_s: float) -> list[Owner] | None:
-        """The owners of a leading part of this run, or with `ask.each` of some of these keys; None: nobody said.
+        """The owners of a prefix of this run, or with `ask.each` of some of these keys; None: no controller answered.
 
-        Callers with the same question share one task, which runs to its end even if a call is cancelled.
+        Callers with the same request share one task, which runs to its end even if a call is cancelled.
         """
         now_s, settings = self._shared.now_s(), self._shared.settings
         run = keys[-1], len(keys)

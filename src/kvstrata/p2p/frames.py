@@ -46,18 +46,18 @@ MAGIC = b"kvpeer2\0"
 TICKET_BYTES = NONCE_BYTES = 16
 SECRET_BYTES = PROOF_BYTES = 32
 MAX_KEYS = 1024
-"""Keys of one ask."""
+"""Maximum number of keys of one ask."""
 MAX_TABLE = 64
-"""Keys that one table answers."""
+"""Maximum number of keys in one table."""
 GET, HAVE, GRANT, DONE = 1, 2, 3, 4
 ABSENT, BUSY, PRESENT = 0, 0xFFFF_FFFF, 1
-"""Words in place of a record's length, which is at least MIN_RECORD_BYTES: it is not in L1; too much is being sent
-already; it is in L1 (HAVE)."""
+"""Values in place of a record's length, which is at least MIN_RECORD_BYTES: the record is not in L1; too many bytes are
+being sent already; the record is in L1 (HAVE)."""
 STALL_S = 5.0
-"""A reader that takes fewer than STALL_BYTES in this time is cut, and so is one that stops within an ask."""
+"""A reader that reads fewer than STALL_BYTES in this time is disconnected, as is one that stops within an ask."""
 STALL_BYTES = 64 << 10
 PIECE_BYTES = 1 << 20
-"""Bytes that are sealed at a time. With fewer, ciphers, tags and calls take more of the time; more bring nothing."""
+"""Bytes that are sealed at a time.  With fewer, the overhead of ciphers, tags and calls grows; more have no benefit."""
 SEAL_BYTES = 16
 MAX_IOV = 1024
 HELLO = struct.Struct(f"<8s{TICKET_BYTES}s{NONCE_BYTES}s")
@@ -66,11 +66,11 @@ TABLE = struct.Struct("<HxxI")
 
 
 class FrameError(Exception):
-    """The other side sent something that fits nothing, or stopped in the middle; the connection is of no more use."""
+    """The other side sent an invalid frame, or stopped in the middle of one; the connection is unusable."""
 
 
 class Ticket(NamedTuple):
-    """The right to open one connection, as the owner gave it to a reader over CURVE."""
+    """The right to open one connection, issued by the owner to a reader over CURVE."""
 
     name: bytes
     secret: bytes
@@ -80,7 +80,7 @@ class Ticket(NamedTuple):
 
 
 def new_ticket(*, seal: bool, reader: str) -> Ticket:
-    """A ticket that nobody has."""
+    """A new ticket with a random secret."""
     return Ticket(secrets.token_bytes(TICKET_BYTES), secrets.token_bytes(SECRET_BYTES), seal, reader)
 
 
@@ -94,9 +94,9 @@ class Stream:
         self.socket = sock
 
     def send(self, *runs: bytes | Sequence[bytes | memoryview]) -> None:
-        """Send runs, each of one part or several. Raises OSError, and FrameError if the other side does not take them.
+        """Send runs, each of one part or several. Raises OSError, and FrameError if the other side does not read them.
 
-        What is a run here, one call of the other side receives.
+        One call of the other side receives one run.
         """
         _send(self.socket, [part for run in runs for part in _views(run)])
 
@@ -107,12 +107,12 @@ class Stream:
         return bytes(part)
 
     def receive_into(self, rooms: list[memoryview]) -> None:
-        """Fill these rooms with the next parts, one each. Raises as `receive`; some bytes may have come then."""
+        """Fill these buffers with the next parts, one each. Raises as `receive`; some bytes may be written then."""
         _receive(self.socket, rooms)
 
 
 class SealedStream(Stream):
-    """A stream whose parts nobody on the way can read or change unnoticed: a run is sealed in pieces of PIECE_BYTES."""
+    """A stream with encrypted and authenticated parts: a run is sealed in pieces of PIECE_BYTES."""
 
     def __init__(self, sock: socket.socket, send_key: bytes, receive_key: bytes) -> None:
         from cryptography.hazmat.primitives.ciphers.algorithms import AES
@@ -135,7 +135,7 @@ class SealedStream(Stream):
             _send(self.socket, [self._staged[: size + SEAL_BYTES]])
 
     def receive_into(self, rooms: list[memoryview]) -> None:
-        """See Stream. Rooms may have wrong bytes in them when FrameError is raised."""
+        """See Stream. The buffers may hold wrong bytes when FrameError is raised."""
         from cryptography.exceptions import InvalidTag
 
         for piece in _pieces(rooms):
@@ -216,14 +216,14 @@ def _receive(sock: socket.socket, rooms: list[memoryview]) -> None:
 
 
 def set_stall(sock: socket.socket) -> None:
-    """Bound each wait for the other side by STALL_S."""
+    """Limit each wait for the other side to STALL_S."""
     time_limit = struct.pack("@ll", *divmod(round(patience(STALL_S) * 1_000_000), 1_000_000))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, time_limit)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, time_limit)
 
 
 def set_tcp(sock: socket.socket) -> None:
-    """Send small frames at once, and notice a host that is gone."""
+    """Send small frames at once, and detect a host that is gone."""
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -235,7 +235,7 @@ def set_tcp(sock: socket.socket) -> None:
 
 
 def prove_as_reader(sock: socket.socket, ticket: Ticket) -> Stream:
-    """Prove the right to read, and see the owner's proof. Raises OSError, FrameError."""
+    """Prove the right to read, and verify the owner's proof. Raises OSError, FrameError."""
     plain, nonce = Stream(sock), secrets.token_bytes(NONCE_BYTES)
     plain.send(HELLO.pack(MAGIC, ticket.name, nonce))
     answer = plain.receive(NONCE_BYTES + PROOF_BYTES)
@@ -247,7 +247,7 @@ def prove_as_reader(sock: socket.socket, ticket: Ticket) -> Stream:
 
 
 def admit_reader(sock: socket.socket, take: Callable[[bytes], Ticket | None]) -> tuple[Stream, Ticket]:
-    """See a reader's proof. `take(name)`: the ticket of this name, once. Raises OSError, FrameError."""
+    """Verify a reader's proof. `take(name)`: the ticket of this name, once. Raises OSError, FrameError."""
     plain = Stream(sock)
     magic, name, nonce = HELLO.unpack(plain.receive(HELLO.size))
     ticket = take(name) if magic == MAGIC else None
@@ -293,7 +293,7 @@ def receive_ask(stream: Stream) -> Asked:
 
 
 def send_table(stream: Stream, number: int, lengths: Sequence[int], *more: bytes | memoryview) -> None:
-    """Answer the next keys, with what belongs to them. Raises OSError, FrameError."""
+    """Answer the next keys: their lengths, then `more` (records or offsets). Raises OSError, FrameError."""
     stream.send(TABLE.pack(len(lengths), number), struct.pack(f"<{len(lengths)}I", *lengths), more)
 
 
@@ -301,9 +301,9 @@ def send_table(stream: Stream, number: int, lengths: Sequence[int], *more: bytes
 
 
 def get(stream: Stream, number: int, keys: Sequence[bytes], rooms: Sequence[memoryview]) -> list[int]:
-    """Fill these rooms with records; returns the length of each record, or ABSENT or BUSY. Raises OSError, FrameError.
+    """Fill these buffers with records; returns each record's length, or ABSENT or BUSY. Raises OSError, FrameError.
 
-    The room for key i is `rooms[i]`; nothing else is written.
+    The record of key i is written to `rooms[i]`; nothing else is written.
     """
 
     def take(first: int, table: Sequence[int]) -> None:
@@ -333,7 +333,7 @@ def grant(stream: Stream, number: int, keys: Sequence[bytes], rooms: Sequence[in
 
 
 def done(stream: Stream, number: int) -> None:
-    """Return if the grant of this number stood until now. Raises OSError, FrameError otherwise."""
+    """Return if the grant with this number was valid until now. Raises OSError, FrameError otherwise."""
     stream.send(ASK.pack(DONE, 0, number))
     if TABLE.unpack(stream.receive(TABLE.size)) != (0, number):
         raise FrameError("an answer to another question")

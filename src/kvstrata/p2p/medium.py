@@ -26,7 +26,7 @@ def peer_tier(settings: PeerSettings, number: int) -> TierConfig:
         fields=settings,
         place=place,
         entry=_shown(settings),
-        # The tier keeps its own, shorter deadlines; this one only guards against a mistake in the tier.
+        # The tier has its own, shorter deadlines; this one only guards against a mistake in the tier.
         common=CommonFields(
             type=TYPE, deadline_ms=2 * max(settings.lookup_timeout_ms, settings.load_timeout_ms) + 2_000
         ),
@@ -36,7 +36,7 @@ def peer_tier(settings: PeerSettings, number: int) -> TierConfig:
 
 
 def _shown(settings: PeerSettings) -> dict[str, Any]:
-    """The tier's entry as admins see it."""
+    """The tier's entry, for admins."""
     return {
         "type": TYPE,
         "controller": ",".join(settings.controllers),
@@ -71,20 +71,20 @@ MEDIUM = Medium(PeerSettings, _prepare, refusal=_by_the_server)
 
 
 class PeerReads:
-    """The tier as the server's commands and heartbeats use it, found by its name."""
+    """The interface of the peer tier for the server's commands and heartbeats, which find the tier by its name."""
 
     def __init__(self, name: str, tiers: TierSet) -> None:
-        """`name` of the tier, empty where peers are not read."""
+        """`name` of the tier, empty if peers are not read."""
         self._name = name
         self._tiers = tiers
 
     @property
     def name(self) -> str:
-        """The tier's name; empty where peers are not read."""
+        """The tier's name; empty if peers are not read."""
         return self._name
 
     def loads(self) -> tuple[int, int]:
-        """Records and bytes that were read from peers since the start."""
+        """Numbers of records and bytes read from peers since the start."""
         tier = self._tiers.get(self._name)
         if tier is None:
             return 0, 0

@@ -55,31 +55,31 @@ MAX_ITEMS = 4096
 """Maximum number of items of one read."""
 MAX_ITEMS_UNDER_WAY = 16 * MAX_ITEMS
 MAX_METADATA_BYTES = (1 << 20) - 1024
-"""A PeerWelcome must have room for it (rpc/cluster_wire.py)."""
+"""Maximum length of the metadata, which must fit into a PeerWelcome (rpc/cluster_wire.py)."""
 KEPT_TRANSFERS = 64
 CLOSE_WAITS_S = 2.0
-"""How long `close` waits for transfers that may still end by themselves."""
+"""Maximum time that `close` waits for transfers that may still end by themselves."""
 POLL_S = 50e-6
-"""Time between two looks at transfers under way."""
+"""Interval of checks of transfers under way."""
 DEADLINE, CANCELLED, PEER_GONE = "deadline", "cancelled", "peer_gone"
 NOT_CONNECTED, OUT_OF_RANGE, BUSY, CLOSED = "not_connected", "out_of_range", "busy", "closed"
-"""The answers of `read` besides "": the time is up; the peer was disconnected meanwhile; the peer's process or the way
-to it is gone; the peer is not connected; an item leaves its region, or the number of items is 0 or too large; too much
-is under way already; the engine is closed."""
+"""The answers of `read` besides "": the time is up; the peer was disconnected meanwhile; the peer's process or the path
+to it is gone; the peer is not connected; an item exceeds its region, or the number of items is 0 or too large; too many
+bytes are under way already; the engine is closed."""
 
 
 def has_rdma_card() -> bool:
-    """Whether this machine has an RDMA card, be it usable or not."""
+    """Whether this machine has an RDMA card, usable or not."""
     return RDMA.is_dir() and any(RDMA.iterdir())
 
 
 def has_a_way(environment: Mapping[str, str], *, tcp: bool) -> bool:
-    """Whether UCX has a transport by which NIXL reaches peers: a card, or tcp by `p2p.tcp` or UCX_TLS."""
+    """Whether UCX has a transport to peers: an RDMA card, or tcp enabled by `p2p.tcp` or UCX_TLS."""
     return tcp or "UCX_TLS" in environment or has_rdma_card()
 
 
 def ucx_settings(environment: Mapping[str, str], *, tcp: bool, this_host_only: bool) -> dict[str, str]:
-    """UCX's settings for an engine, without their prefix UCX_; what the environment sets is left to it."""
+    """UCX's settings for an engine, without the prefix UCX_ and without those that the environment sets."""
     if not tcp and "UCX_TLS" not in environment:
         return {"TLS": "^tcp"}
     if this_host_only and "UCX_NET_DEVICES" not in environment:
@@ -103,13 +103,13 @@ class ReadItem(NamedTuple):
 
 
 class Metadata(msgspec.Struct, frozen=True, array_like=True):
-    """How a peer's memory is reached. It comes from another instance, over CURVE."""
+    """The description of a peer's memory, received from another instance over CURVE."""
 
     version: str
-    """Of NIXL."""
+    """Version of NIXL."""
     address: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
     length: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
-    """Of the memory, in the peer's process."""
+    """Length of the memory at `address` in the peer's process."""
     agent: bytes
     """NIXL's own metadata."""
 
@@ -118,7 +118,7 @@ _METADATA = msgspec.msgpack.Decoder(Metadata)
 
 
 class _Peer:
-    """One process of a peer, as the owner thread and the loop know it."""
+    """One process of a peer; the owner thread and the loop use it."""
 
     def __init__(self, metadata: bytes, told: Metadata, agent: str) -> None:
         self.metadata = metadata
@@ -143,7 +143,7 @@ class _Read:
 
 
 class NixlEngine:
-    """See the module. `settings` are UCX's, with or without their prefix UCX_. Called on one event loop."""
+    """A transfer engine over NIXL. `settings` are UCX's, with or without the prefix UCX_. Called on one event loop."""
 
     def __init__(self, settings: Mapping[str, str] | None = None) -> None:
         self._settings = {f"UCX_{key.removeprefix('UCX_')}": value for key, value in (settings or {}).items()}
@@ -188,7 +188,7 @@ class NixlEngine:
     async def connect(self, peer: str, metadata: bytes) -> None:
         """Connect to a peer by its metadata.
 
-        The same metadata again changes nothing while the connection holds.  Other metadata mean that the peer has
+        The same metadata again have no effect while the connection lives.  Other metadata mean that the peer has
         restarted.  Raises a TransferError that says what is wrong; an older connection to that peer then stays.
         """
         try:
@@ -210,9 +210,9 @@ class NixlEngine:
     async def read(
         self, peer: str, items: Sequence[ReadItem], deadline_s: float, ended: Callable[[], None]
     ) -> str:
-        """Fill the items' destinations; returns "" when all bytes have arrived, else one of the words; does not raise.
+        """Fill the items' destinations; returns "" when all bytes have arrived, else a reason code; does not raise.
 
-        It answers at the deadline at the latest, so many seconds from now. `ended`: see the invariants.
+        It returns within `deadline_s` seconds from now. `ended`: see the invariants.
         """
         known = self._peers.get(peer)
         refused = ""
@@ -304,7 +304,7 @@ class NixlEngine:
                 result, error = work(), None
             except (
                 Exception
-            ) as caught:  # the plugin boundary: without an answer its caller would wait for ever
+            ) as caught:  # the plugin boundary: without an answer its caller would wait forever
                 what = f"nixl: {type(caught).__name__}: {scrubbed(caught)}"
                 result = None
                 error = caught if isinstance(caught, TransferError) else TransferError(what, field="engine")

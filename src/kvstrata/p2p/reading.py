@@ -56,7 +56,7 @@ MAX_CONNECTIONS = 64
 MAX_OWNERS = 256
 VERIFIERS = 4
 Came = tuple[Outcome, str]
-"""How one record has come: its outcome and a reason."""
+"""The result of reading one record: its outcome and a reason."""
 LOADED: Came = Outcome.LOADED, ""
 _WORDS: dict[int, Came] = {ABSENT: (Outcome.ABSENT, ""), BUSY: (Outcome.FAILED, THROTTLED)}
 UNSOUND: Came = Outcome.ABSENT, "unsound"
@@ -69,7 +69,7 @@ _OUTCOME_OF: dict[int, Came] = {
 
 
 class Checked(NamedTuple):
-    """How each record has come, and the bytes of those that are LOADED."""
+    """The result for each record, and the bytes of those that are LOADED."""
 
     outcomes: list[Came]
     loaded_bytes: int
@@ -80,7 +80,7 @@ class Late(Exception):
 
 
 class Busy(Exception):
-    """All connections that may be open are at work for other reads."""
+    """All connections that may be open are in use by other reads."""
 
 
 class Connection:
@@ -104,14 +104,14 @@ class Connection:
         return done  # type: ignore[return-value]
 
     def cut(self) -> None:
-        """Make the thread end soon: work under way and later work fails. Idempotent."""
+        """Make the thread end soon; work under way and later work fails. Idempotent."""
         if not self._cut:
             self._cut = True
             self._work.put(None)
         self._shut()
 
     def use(self, sock: socket.socket) -> None:
-        """Called on the thread: this is the socket from now on. Raises FrameError if the connection was cut."""
+        """Called on the thread: use this socket from now on. Raises FrameError if the connection was cut."""
         self.socket = sock
         if self._cut:
             raise FrameError("the connection was given up")
@@ -146,7 +146,7 @@ class Connection:
 
 
 class _Peer:
-    """What is open to one owner's process."""
+    """The link and connections to one owner's process."""
 
     def __init__(self, owner: Owner, link: AskLink) -> None:
         self.owner = owner
@@ -156,11 +156,11 @@ class _Peer:
         self.is_reached = False
         """Whether the transfer engine has been connected to the owner."""
         self.under_way = 0
-        """Reads that are not over."""
+        """Number of reads that have not ended."""
 
     @property
     def address(self) -> tuple[str, str, int]:
-        """What tells one process of the owner from another."""
+        """The address that identifies this process of the owner."""
         return self.owner.peer_endpoint, self.owner.peer_key, self.owner.incarnation
 
 
@@ -172,12 +172,12 @@ class Reader:
         self._shared, self._links, self._keys, self._engine = shared, links, keys, engine
         self._verifier = Verifier(min(VERIFIERS, os.cpu_count() or 1) - 1)
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
-        """By instance; the one that was used last is last."""
+        """Peers by instance, ordered by their last use."""
         self._open: OrderedDict[Connection, _Peer] = OrderedDict()
         self._host = this_host()
 
     def under_way(self, instance: str) -> int:
-        """How many reads from an owner are not over."""
+        """Number of reads from an owner that have not ended."""
         peer = self._peers.get(instance)
         return 0 if peer is None else peer.under_way
 
@@ -201,10 +201,10 @@ class Reader:
         return await self._with_connection(owner, ends_s, ask)
 
     async def read(self, owner: Owner, items: Sequence[Item], ends_s: float) -> list[Came]:
-        """Read these records from an owner; the holds stay the caller's.
+        """Read these records from an owner; the caller keeps the holds.
 
-        Raises Late at `ends_s` (then the holds are not the caller's any more), and when the owner cannot be read:
-        Busy, Unavailable, ClusterFailure and TransferError (it is set up in another way), OSError, FrameError.
+        Raises Late at `ends_s` (then the caller no longer owns the holds), and when the owner cannot be read: Busy,
+        Unavailable, ClusterFailure and TransferError (its settings differ), OSError, FrameError.
         """
         read = self._send_for if self._engine is None else self._reach
         outcomes, loaded_bytes = await self._with_connection(
@@ -245,7 +245,7 @@ class Reader:
         if reads:
             left_s = max(0.0, ends_s - self._shared.now_s())
             word = await self._engine.read(owner.instance, reads, left_s, lambda: ended.set_result(None))
-            if word:  # the owner's engine may be another one by now: its metadata come with the next ticket
+            if word:  # the owner's engine may have been replaced: its metadata come with the next ticket
                 if (peer := self._open.get(connection)) is not None:
                     self._drop_idle(peer)
                 self._drop(connection)
@@ -368,7 +368,7 @@ class Reader:
                 f"{owner.peer_endpoint}: {welcome.instance!r:.80} answers there, not {owner.instance!r}",
                 field="instance",
             )
-        if self._engine is not None:  # the same metadata again change nothing
+        if self._engine is not None:  # the same metadata again have no effect
             await self._engine.connect(owner.instance, welcome.metadata)
             peer.is_reached = True
         if len(self._open) >= MAX_CONNECTIONS:
@@ -398,7 +398,7 @@ class Reader:
             self._drop(connection)
 
     def _drop_peer(self, peer: _Peer) -> None:
-        """Forget an owner's process; reads under way from it go on to their end."""
+        """Forget an owner's process; reads under way from it continue to their end."""
         self._peers.pop(peer.owner.instance)
         self._drop_idle(peer)
         peer.link.close()
@@ -420,7 +420,7 @@ def _drop_after(work: asyncio.Future[T], items: Sequence[Item]) -> None:
 def _connect(
     ticket: Ticket, unix: str, address: tuple[str, int], left_s: float, connection: Connection
 ) -> Stream:
-    """Connect over the owner's unix socket if that can be, else over tcp. Raises OSError, FrameError."""
+    """Connect over the owner's unix socket if possible, else over tcp. Raises OSError, FrameError."""
     if unix:
         with contextlib.suppress(OSError, FrameError):
             return _proved(

@@ -60,20 +60,20 @@ if TYPE_CHECKING:
 SENDING_SHARE = 1 / 4
 MAX_CONNECTIONS = 256
 MAX_TICKETS = 1_024
-"""Tickets that nobody has used yet; the oldest is then forgotten."""
+"""Maximum number of unused tickets; beyond it the oldest is forgotten."""
 WINDOW_BYTES = 16 << 20
-"""Bytes of records that a connection holds at a time to send them; a single record may be longer."""
+"""Maximum bytes of records that a connection holds at a time for sending; a single record may be longer."""
 AHEAD_BYTES = 1 << 20
-"""Bytes of a unix socket that the kernel may hold (twice as many, and at most net.core.wmem_max): the reader takes them
-while the next records are looked up."""
+"""Size of a unix socket's send buffer (the kernel doubles it, up to net.core.wmem_max): the reader reads it while the
+next records are looked up."""
 GRANT_S = 60.0
 MEMBERS_S = 5.0
-"""Time between two looks at who is a member."""
+"""Interval of checks that readers are still members."""
 HOST_MARK = Path("/proc/sys/kernel/random/boot_id")
 
 
 def this_host() -> str:
-    """A word that processes of one host, or of one network namespace of it, have in common; empty: not known."""
+    """A name that is equal for processes of one host, or of one network namespace of it; empty: unknown."""
     try:
         return f"{HOST_MARK.read_text().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
@@ -81,7 +81,7 @@ def this_host() -> str:
 
 
 class _Connection:
-    """One reader's connection, as its thread and the accepting threads know it."""
+    """One reader's connection; its thread and the accepting threads use it."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
@@ -158,7 +158,7 @@ class RecordServer(Numbers):
             await asyncio.to_thread(Path(self.path).unlink, missing_ok=True)
 
     def ticket(self, *, seal: bool, reader: str) -> Ticket:
-        """A ticket for one connection of the member with this public key."""
+        """Issue a ticket for one connection of the member with this public key."""
         ticket = frames.new_ticket(seal=seal, reader=reader)
         with self._lock:
             self._tickets[ticket.name] = ticket
@@ -167,7 +167,7 @@ class RecordServer(Numbers):
         return ticket
 
     def keep_only(self, members: frozenset[bytes] | None) -> None:
-        """Close the connections of readers whose public keys are not among these; None: all may stay."""
+        """Close the connections of readers whose public keys are not in `members`; None: keep all."""
         if members is None:
             return
         with self._lock:
@@ -195,7 +195,7 @@ class RecordServer(Numbers):
             try:
                 sock, _ = listener.accept()
             except OSError:
-                self._closing.wait(0.1)  # too many open files, or the end
+                self._closing.wait(0.1)  # too many open files, or the server is closing
                 continue
             connection = _Connection(sock)
             connection.thread = threading.Thread(
@@ -214,7 +214,7 @@ class RecordServer(Numbers):
             live = [one for one in self._connections if not one.is_cut]
             if len(live) >= MAX_CONNECTIONS:
                 idle = [one for one in live if one.idle_since_s is not None and not one.grant]
-                # One that was cut leaves the table when its thread has ended.
+                # A cut connection leaves the table when its thread has ended.
                 if not idle or len(self._connections) >= 2 * MAX_CONNECTIONS:
                     self.refused += 1
                     return False
@@ -223,7 +223,7 @@ class RecordServer(Numbers):
         return True
 
     def _forget(self, connection: _Connection) -> None:
-        """Close a connection, and only then give up what was granted on it."""
+        """Close a connection, and only then drop the holds of records granted on it."""
         connection.socket.close()
         self._end_grant(connection)
         with self._lock:
@@ -253,11 +253,11 @@ class RecordServer(Numbers):
             return self._tickets.pop(name, None)
 
     def _next_comes(self, connection: _Connection) -> bool:
-        """Wait for the next ask; False: the reader has closed the connection, or is to be cut."""
+        """Wait for the next ask; False: the reader has closed the connection, or must be cut."""
         while not self._closing.is_set():
             try:
                 return bool(connection.socket.recv(1, socket.MSG_PEEK))
-            except BlockingIOError:  # nothing came within STALL_S
+            except BlockingIOError:  # no bytes arrived within STALL_S
                 if connection.grant and time.monotonic() - connection.granted_s > patience(GRANT_S):
                     break
         return False
@@ -321,7 +321,7 @@ class RecordServer(Numbers):
                 holds[at] = None
         del holds[len(lengths) :]
         used = b"".join([hold.key for hold in holds if hold is not None])
-        if used:  # a lease is what counts as a use of records; the holds keep them
+        if used:  # a lease counts as a use of the records; the holds keep them
             self._pool.release(self._pool.lease(used, 1, [SERVER_ROW], again=True)[0])
         return lengths, holds
 
@@ -369,7 +369,7 @@ def _listen_unix(path: Path) -> socket.socket:
 
 
 class PeerServer:
-    """Gives tickets to peers on the control port. Everything runs on the loop."""
+    """Issues tickets to peers on the control port. Everything runs on the loop."""
 
     def __init__(
         self,
@@ -383,9 +383,9 @@ class PeerServer:
         seal: bool,
         members: Callable[[], frozenset[bytes] | None],
     ) -> None:
-        """`metadata()`: by which `engine` reaches L1 one-sidedly; empty: it does not now.
+        """`metadata()`: the data by which `engine` reads L1 one-sidedly; empty: it cannot now.
 
-        `members()`: public keys of those that may read now; None: any may.
+        `members()`: public keys of the processes that may read now; None: any process may.
         """
         self.records = records
         port.serve((KeyKind.INSTANCE,), {PeerHello: self._hello})
@@ -424,7 +424,7 @@ class PeerServer:
         metadata = self._metadata()
         if not metadata and self._engine != "tcp":
             raise Unavailable(f"the transfer engine of {self._instance_id} is not up; ask again later")
-        if self._timer is None:  # nobody can connect before this
+        if self._timer is None:  # no reader can connect before this
             self.records.start()
             self._look_at_members()
         ticket = self.records.ticket(seal=self._seal, reader=address.key)
@@ -443,7 +443,7 @@ class PeerServer:
 
 
 class PeersServed:
-    """What one instance gives to its peers."""
+    """The state of serving peers, for the instance's commands and condition."""
 
     def __init__(self, server: PeerServer | None) -> None:
         """`server` None: peers are neither read nor served."""
@@ -451,12 +451,12 @@ class PeersServed:
         self.draining = False
 
     def drain(self, on: bool) -> None:
-        """Send nothing more to peers, or send again."""
+        """Stop sending to peers, or send again."""
         self.draining = on
         if self.server is not None:
             self.server.records.draining = on
 
     def sending(self) -> tuple[int, int]:
-        """Bytes that are being sent, and those that were sent since the start."""
+        """Numbers of bytes that are being sent, and that were sent since the start."""
         records = None if self.server is None else self.server.records
         return (0, 0) if records is None else (records.sending_bytes, records.sent_bytes)

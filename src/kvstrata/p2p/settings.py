@@ -6,12 +6,12 @@ import msgspec
 
 
 class OwnerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How long an owner that failed is skipped."""
+    """The time for which a failed owner is skipped."""
 
     open_s: float = 1.0
     max_open_s: float = 30.0
     max_owners: int = 1024
-    """Maximum number of owners that are remembered."""
+    """Maximum number of remembered owners."""
 
 
 class PeerSettings(msgspec.Struct, frozen=True):
@@ -20,20 +20,20 @@ class PeerSettings(msgspec.Struct, frozen=True):
     controllers: tuple[str, ...]
     """Endpoints of the controllers' reply sockets."""
     engine: str
-    """What moves the bytes: `tcp` (owners send them), or the name of a transfer engine."""
+    """The engine that moves the bytes: `tcp` (owners send them), or the name of a transfer engine."""
     why: str = ""
-    """The engine and why it is this one, for operators."""
+    """The engine and the reason for its choice, for operators."""
     tcp: bool = False
-    """UCX may open tcp ports; see nixl.py for what that allows to others."""
+    """Whether UCX may open tcp ports; see nixl.py for the risk."""
     this_host_only: bool = False
-    """Peers reach this instance from its own host only, so UCX needs no port that other hosts reach."""
+    """Whether peers reach this instance from its own host only, so that UCX needs no port open to other hosts."""
     curve_file: str = ""
     seal: bool = False
-    """What owners send is encrypted and authenticated."""
+    """Whether the bytes that owners send are encrypted and authenticated."""
     lookup_timeout_ms: int = 250
     load_timeout_ms: int = 5_000
     remember_ms: int = 500
-    """How long the directory's answer is reused if it names owners."""
+    """Time for which the directory's answer is reused if it names owners."""
     remember_none_ms: int = 200
-    """How long the directory's answer is reused if it says that nobody has the chunk."""
+    """Time for which the directory's answer is reused if it names no owner."""
     limits: OwnerLimits = OwnerLimits()

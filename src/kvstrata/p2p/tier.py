@@ -70,7 +70,7 @@ T = TypeVar("T")
 
 MAX_BATCH = 256
 ATTEMPTS = 2
-"""Maximum number of owners that are asked for one key, besides the one that a command named."""
+"""Maximum number of owners asked for one key, besides the one that a command named."""
 
 
 class _Parts(NamedTuple):
@@ -85,7 +85,7 @@ class _Parts(NamedTuple):
 
 
 class PeerTier(StorageAdapter, ReadsPeers):
-    """See the module. Nothing is connected or registered before `open`."""
+    """The adapter that reads other instances. It connects and registers nothing before `open`."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class PeerTier(StorageAdapter, ReadsPeers):
     # --- the contract ------------------------------------------------------------------------------------
 
     async def exists(self, keys: bytes, ask: Ask) -> bytes:
-        """PRESENT for what owners have, as far as the directory knows; UNKNOWN where nobody says."""
+        """PRESENT for keys that owners have, by the directory; UNKNOWN if no controller answers."""
         if self._parts is None or self._closed:
             return ask.unknown(keys, CLOSED)
         if not keys:
@@ -175,7 +175,7 @@ class PeerTier(StorageAdapter, ReadsPeers):
             item.settle(Outcome.FAILED, READ_ONLY if is_open else CLOSED)
 
     async def load(self, items: Sequence[Item]) -> None:
-        """Read the records from their owners. If the call is cancelled, the batch still goes on."""
+        """Read the records from their owners. If the call is cancelled, the batch continues."""
         if self._parts is not None and not self._closed:
             await self._parts.shared.work.own(self._load(self._parts, items))
             return
@@ -191,13 +191,13 @@ class PeerTier(StorageAdapter, ReadsPeers):
         return self._advertised
 
     def numbers(self) -> dict[str, int]:
-        """The counters of COUNTED, and how many owners are known and skipped."""
+        """The counters of COUNTED, and the numbers of known and skipped owners."""
         if self._parts is None:
             return dict.fromkeys(COUNTED, 0)
         return {**self._parts.shared.counts, **self._parts.owners.states()}
 
     def remarks(self) -> dict[str, str]:
-        """The engine that moves the bytes, and why it is this one."""
+        """The engine that moves the bytes, and the reason for its choice."""
         return {"engine": self._settings.why} if self._settings.why else {}
 
     async def usage(self) -> Usage:
@@ -259,7 +259,7 @@ class PeerTier(StorageAdapter, ReadsPeers):
     # --- loads -------------------------------------------------------------------------------------------
 
     def _is_whole_extent(self, item: Item) -> bool:
-        """Whether a storage key is to be loaded into a whole extent of L1."""
+        """Whether the item's hold is a whole extent of L1 and its key a storage key."""
         hold, region = item.hold, self._region
         in_l1 = (
             hold.address - hold.offset == region.address and 0 <= hold.offset <= region.length - hold.length
@@ -323,7 +323,7 @@ class PeerTier(StorageAdapter, ReadsPeers):
                 parts, owner, functools.partial(parts.reader.read, owner, items, ends_s)
             )
         except Late:
-            for item in items:  # the reader sees to the holds
+            for item in items:  # the reader drops the holds
                 item.outcome, item.reason = Outcome.FAILED, PEER_DEADLINE
             return []
         if came is None:
@@ -357,7 +357,7 @@ class PeerTier(StorageAdapter, ReadsPeers):
     async def _ask_owner(
         self, parts: _Parts, owner: Owner, ask: Callable[[], Awaitable[T]]
     ) -> tuple[T | None, str]:
-        """What an owner answers, or None and a short reason; reports to its breaker. Raises Late."""
+        """An owner's answer, or None and a reason code; reports to its breaker. Raises Late."""
         shared, owners = parts.shared, parts.owners
         if not owners.admit(owner.instance, shared.now_s()):
             return None, PEER_SKIPPED
@@ -382,6 +382,6 @@ class PeerTier(StorageAdapter, ReadsPeers):
 
 
 def _note(items: Sequence[Item], word: str) -> None:
-    """An owner did not send these, for this reason ("": it does not have them); the first reason counts."""
+    """Record why an owner did not send these items ("": it does not have them); the first reason counts."""
     for item in items:
         item.reason = item.reason or word

@@ -36,9 +36,9 @@ from kvstrata.types import KEY_BYTES, LATEST, MAX_L2_ADAPTERS, LayoutIdentity
 
 TAG_BYTES = 8
 MAX_TAGS = 262_144
-"""Tags in one message (2 MiB)."""
+"""Maximum number of tags in one message (2 MiB)."""
 MAX_ENGINES = 64
-"""Engines of one instance that its condition names."""
+"""Maximum number of engines in an instance's condition."""
 
 InstanceId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 Endpoint = Annotated[str, Meta(max_length=256, pattern=r"^[^\s\x00-\x1f\x7f]*$")]
@@ -46,38 +46,38 @@ TierName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,32}$")]
 """`l1`, the name of an L2 adapter, or PROMISED_TIER."""
 Tags = Annotated[bytes, Meta(max_length=MAX_TAGS * TAG_BYTES)]
 Word = Annotated[str, Meta(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
-"""A text without control characters, which pages and logs show as it is."""
+"""A text without control characters, which pages and logs show unchanged."""
 MAX_ADAPTERS = 256
-"""Adapters that an instance's condition names: the newest."""
+"""Maximum number of adapters in an instance's condition: the newest."""
 MAX_ADAPTER_CHARS = 1_024
-"""Those with longer names are left out."""
+"""Maximum length of an adapter's name; adapters with longer names are omitted."""
 AdapterName = Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS)]
 EngineUrl = Annotated[str, Meta(max_length=256, pattern=ENGINE_URL)]
 CLUSTER_PROTOCOL_VERSION = 15
 MAX_CLUSTER_MESSAGE_BYTES = 4 << 20
 MAX_PEER_KEYS = 4_096
-"""Keys in one command, or single keys in one Where."""
+"""Maximum number of keys in one command, or of single keys in one Where."""
 PROMISED_TIER = "promised"
-"""Stands for chunks that engines of an instance compute now: the first chunk of each promise.  Nobody holds these."""
+"""Pseudo-tier of chunks that engines of an instance compute now: the first chunk of each promise; not stored yet."""
 MAX_CHANGES = 16_384
-"""Changes that one answer sums up."""
+"""Maximum number of changes in one answer."""
 MAX_WAIT_MS = 60_000
 MAX_HINTS = 32
 MAX_AWAITED = 1_024
-"""Chunks of one Await, with those before the first missing one."""
+"""Maximum number of chunks in one Await, including those before the first missing one."""
 MAX_AWAITED_SLICES = 64
 MAX_AWAIT_MS = 2_000
 MAX_OWNERS = 8
 MAX_CLUSTER_ID = (1 << 53) - 1
 MAX_METADATA_BYTES = 1 << 20
-"""Longest description of itself that a transfer engine sends to its peers."""
+"""Maximum length of the metadata that a transfer engine sends to its peers."""
 
 MAX_SHARED, MAX_ASKED_ENDS = 16, 256
-"""Prefixes in one answer to AskShared, and those that one names."""
+"""Maximum number of prefixes in one answer to AskShared, and in one AskShared."""
 MAX_TOLD_INSTANCES = 1_024
-"""Instances in the answer to one heartbeat of a gateway."""
+"""Maximum number of instances in the answer to one heartbeat of a gateway."""
 MAX_RATED, MAX_SHAPES = 4_096, 4_096
-"""Engines and shapes of requests in one heartbeat of a gateway."""
+"""Maximum numbers of engines and of shapes of requests in one heartbeat of a gateway."""
 ClusterId = Annotated[int, Meta(ge=0, le=MAX_CLUSTER_ID)]
 Incarnation = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 PublicKey = Annotated[str, Meta(min_length=40, max_length=40)]
@@ -93,7 +93,7 @@ Root = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 TenantName = Annotated[str, Meta(max_length=256)]
 Scope = Literal["l1", "l2", "all"]
 MAX_TIERS = 2 * (1 + MAX_L2_ADAPTERS)
-"""Tiers in one report; an instance has at most half as many."""
+"""Maximum number of tiers in one report; an instance has at most half as many."""
 ByTier = Annotated[dict[TierName, Count], Meta(max_length=MAX_TIERS)]
 """A number by tier. The names become labels of metrics, so their alphabet and their number are bounded."""
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -101,7 +101,7 @@ Factor = Annotated[str, Meta(pattern=r"^(?=.*[1-9])[0-9]{1,4}(\.[0-9]{1,3})?$")]
 """A number above 0."""
 BySize = Annotated[dict[Factor, Share], Meta(max_length=8)]
 HitSource = Literal["l1", "l2", "peer", "miss"]
-"""What had a chunk. These words become labels of metrics."""
+"""Where a chunk was found. These values become labels of metrics."""
 
 
 class ClusterRequest(msgspec.Struct, array_like=True, frozen=True):
@@ -130,15 +130,15 @@ class KvKind(msgspec.Struct, array_like=True, frozen=True):
     slices: list[bytes]
     """Digests of the slices of one engine, sorted; a chunk has one storage key for each slice."""
     spans: Annotated[list[Annotated[int, Meta(ge=0, le=2**32 - 1)]], Meta(max_length=4096)] = []
-    """For each slice how many of a hit's last chunks are needed in it (windows, states), 0: all; empty: all in each."""
+    """For each slice how many of a hit's last chunks it needs (windows, states), 0: all; empty: all in every slice."""
     record_bytes: Annotated[list[Count], Meta(max_length=4096)] = []
-    """For each slice the length of a whole chunk's record; empty if not known."""
+    """For each slice the length of a whole chunk's record; empty if unknown."""
     adapters: Annotated[list[AdapterName], Meta(max_length=MAX_ADAPTERS)] = []
     """`RequestIdentity.adapter` of the engines' requests, as last declared; the newest first."""
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of one chunk's records in all slices; 0: not known."""
+        """Bytes of one chunk's records in all slices; 0: unknown."""
         return sum(self.record_bytes)
 
 
@@ -146,9 +146,9 @@ class Failure(ClusterReply, frozen=True, tag="failure"):
     """The request failed and changed nothing."""
 
     code: str
-    """A code of the error tree, or `unknown_instance` (register first), `superseded` (another incarnation of this
-    id is registered), `instance_id_taken` (a live instance elsewhere has this id), `wrong_key` (this id belongs to
-    another key), `too_old` (list the instance's chunks anew)."""
+    """A code of the error tree, or `unknown_instance` (register first), `superseded` (another incarnation of this id is
+    registered), `instance_id_taken` (a live instance elsewhere has this id), `wrong_key` (this id belongs to another
+    key), `too_old` (list the instance's chunks again)."""
     message: str
     field: str
     retryable: bool
@@ -175,7 +175,7 @@ class Register(Greeting, frozen=True, tag="register"):
     """The instance's control port (`tcp://host:port`)."""
     http_url: Endpoint
     gives_to_peers: bool = False
-    """Peers may ask there for records."""
+    """Whether peers may request records there."""
     zone: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,64}$")] = ""
     """Instances of one zone are near each other."""
     host: Word = ""
@@ -183,10 +183,10 @@ class Register(Greeting, frozen=True, tag="register"):
     media: Annotated[dict[TierName, Medium], Meta(max_length=MAX_L2_ADAPTERS)] = msgspec.field(
         default_factory=dict
     )
-    """Of tiers whose media other instances share: a word that all tiers of one medium have.  Of these tiers an instance
-    lists what it has put or found there."""
+    """For tiers whose media other instances share: a name of the medium, equal for all its tiers.  For such a tier an
+    instance lists the chunks that it has put or found there."""
     peer_engine: Word = ""
-    """What moves bytes between it and its peers, and why, for operators; empty: nothing does."""
+    """The engine that moves bytes between it and its peers, and the reason, for operators; empty: none."""
 
 
 class Registered(ClusterReply, frozen=True, tag="register"):
@@ -216,18 +216,18 @@ class Where(ClusterRequest, frozen=True, tag="where"):
     n_slices: Annotated[int, Meta(ge=1, le=4096)]
     max_owners: Annotated[int, Meta(ge=1, le=MAX_OWNERS)] = 2
     each: bool = False
-    """The keys are no prefix: each is useful by itself, the first ones most, and `n_slices` is 1.  Owners that hold an
-    earlier one come first, and their `n_keys` counts from the first one that they hold to the end."""
+    """The keys do not form a prefix: each is useful by itself, the first ones most, and `n_slices` is 1.  Owners that
+    hold an earlier one come first, and their `n_keys` counts from the first one that they hold to the end."""
     promised: bool = False
-    """With `each`: asks whose engines compute the chunks from one of these on now, instead of who holds them."""
+    """With `each`: asks for instances whose engines compute the chunks from one of these on now, instead of owners."""
     on_disks: bool = False
-    """Count what instances hold in their own L2 tiers too, which they load into L1 for an Await."""
+    """Count chunks in instances' own L2 tiers too, which they load into L1 for an Await."""
     named: Annotated[str, Meta(pattern=INSTANCE_OR_NONE)] = ""
-    """Asks how to reach this instance, whatever it holds; no tags are looked up."""
+    """Asks for the address of this instance, whatever it holds; no tags are looked up."""
 
 
 class Owner(msgspec.Struct, array_like=True, frozen=True):
-    """An instance that holds a prefix of the chunks, as far as the directory knows."""
+    """An instance that holds a prefix of the chunks, according to the directory."""
 
     instance: str
     incarnation: int
@@ -235,7 +235,7 @@ class Owner(msgspec.Struct, array_like=True, frozen=True):
     n_keys: int
     """Number of leading keys that it holds, a multiple of n_slices."""
     confirmed: bool
-    """False: the controller knows this only from before its restart."""
+    """Whether it is current; False: it is from before the controller's restart."""
     peer_key: PublicKey
     """Public key with which the owner registered; readers connect only to a process that has its secret key."""
 
@@ -246,7 +246,7 @@ class WhereReply(ClusterReply, frozen=True, tag="where"):
     owners: Annotated[list[Owner], Meta(max_length=MAX_OWNERS)]
 
 
-# --- to an instance: what it holds ---------------------------------------------------------------------------
+# --- to an instance: following -------------------------------------------------------------------------------
 
 
 class Change(enum.IntEnum):
@@ -267,10 +267,10 @@ class Run(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hinted(msgspec.Struct, array_like=True, frozen=True):
-    """What comes after a request that one of the instance's engines has answered."""
+    """What follows a request that one of the instance's engines has answered."""
 
     request_id: Annotated[str, Meta(max_length=256)]
-    """The API's."""
+    """The request's id in the API."""
     next: Annotated[int, Meta(ge=0, le=LATEST)]
     """A number of `kvstrata.types.Next`."""
 
@@ -278,37 +278,37 @@ class Hinted(msgspec.Struct, array_like=True, frozen=True):
 class Changes(ClusterRequest, frozen=True, tag="changes"):
     """Asks what has changed since `cursor`.
 
-    Without changes the answer comes when there are some, or after `wait_ms`.  Refused with `too_old` if the instance
-    does not know all changes since then: the follower lists the chunks anew.
+    Without changes the answer comes at the next change, or after `wait_ms`.  Refused with `too_old` if the instance
+    does not have all changes since then: the follower lists the chunks again.
     """
 
     cursor: Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)]
-    """`next` of the last answer; -1: nothing is asked but the present `next`, at once."""
+    """`next` of the last answer; -1: asks only for the current `next`, at once."""
     wait_ms: Annotated[int, Meta(ge=0, le=MAX_WAIT_MS)] = 0
     condition: bool = False
     """Whether the answer has the instance's condition."""
     hints: Annotated[list[Hinted], Meta(max_length=MAX_HINTS)] = []
-    """What a gateway says of requests whose answers have ended. Those of unknown requests are passed over."""
+    """A gateway's hints about requests whose answers have ended. Hints about unknown requests are ignored."""
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):
-    """Counts of an instance since its start (`_total`), and its present numbers."""
+    """Counts of an instance since its start (`_total`), and its current numbers."""
 
     used_bytes: ByTier
-    """Bytes used, by tier, as of a moment ago; tiers that do not know them are left out."""
+    """Bytes used, by tier, as of a moment ago; tiers that do not know them are omitted."""
     capacity_bytes: ByTier
-    """Capacity by tier; tiers without a cap are left out."""
+    """Capacity by tier; tiers without a cap are omitted."""
     hits_total: dict[HitSource, int]
-    """Chunks that lookups asked for, by what had them."""
+    """Number of chunks that lookups asked for, by where they were found."""
     peer_sending_bytes: int
     """Bytes of L1 that are being sent to peers."""
     peer_sent_bytes_total: int
     peer_read_bytes_total: int
     sessions: int
     tier_states: Annotated[dict[TierName, Word], Meta(max_length=MAX_TIERS)] = {}
-    """Of tiers that are not active."""
+    """States of the tiers that are not active."""
     saved: BySize = {}
-    """Share of the prefill seconds of requests of late that an L1 of so many times its size would have saved."""
+    """Share of recent requests' prefill seconds that an L1 of another size would have saved, by its relative size."""
 
 
 class TierRate(msgspec.Struct, array_like=True, frozen=True):
@@ -320,28 +320,28 @@ class TierRate(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Condition(msgspec.Struct, array_like=True, frozen=True):
-    """How an instance is."""
+    """The condition of an instance."""
 
     state: Annotated[str, Meta(pattern="^(ready|frozen|draining|stopping)$")]
     load: Load
     models: Annotated[list[KvKind], Meta(max_length=64)]
     obeys: tuple[ClusterId, Count] = (0, 0)
-    """The greatest (cluster id, token) that the instance has seen. A leader with a smaller pair concludes that etcd has
-    lost its data, and takes a greater cluster id."""
+    """The greatest (cluster id, token) that the instance has received. A leader with a smaller pair concludes that etcd
+    has lost its data, and takes a greater cluster id."""
     draining: bool = False
-    """The instance sends nothing to peers. A leader that ordered otherwise repeats its order."""
+    """Whether the instance has stopped sending to peers. A leader that ordered otherwise repeats its order."""
     engines: Annotated[list[EngineUrl], Meta(max_length=MAX_ENGINES)] = msgspec.field(default_factory=list)
-    """Where the engines that are attached to this instance are reached over HTTP, as far as they tell, sorted."""
+    """HTTP URLs of the engines attached to this instance, as far as they report them, sorted."""
     rates: Annotated[list[TierRate], Meta(max_length=3)] = msgspec.field(default_factory=list)
-    """How fast the instance fills its L1 from L2 and from peers, and its engines load from L1, as far as measured."""
+    """Load rates into its L1 from L2 and from peers, and from L1 into its engines, as far as measured."""
 
 
 UNHEARD = Condition("ready", Load({}, {}, {}, 0, 0, 0, 0), [])
-"""Stands for the condition of an instance until it has told one."""
+"""Placeholder for the condition of an instance that has not reported one yet."""
 
 
 class Changed(ClusterReply, frozen=True, tag="changes"):
-    """What has changed, to be applied in this order; runs of one tier name no tag twice.
+    """The changes, to be applied in this order; runs of one tier name no tag twice.
 
     If `next` is MAX_CHANGES beyond the asked cursor, more changes may wait.
     """
@@ -356,7 +356,7 @@ class List(ClusterRequest, frozen=True, tag="list"):
 
     tier: TierName
     cursor: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-    """0, or `next` of the page before."""
+    """0, or `next` of the previous page."""
 
 
 class Listed(ClusterReply, frozen=True, tag="list"):
@@ -382,7 +382,7 @@ class BaseOperation(msgspec.Struct, frozen=True, tag_field="operation"):
 
 
 class Freeze(BaseOperation, frozen=True, tag="freeze"):
-    """Store nothing new for this time, and serve what is in L1; 0 ends it."""
+    """Accept no stores for this time, but serve the chunks in L1; 0 ends it."""
 
     freeze_ms: Annotated[int, Meta(ge=0, le=60_000)] = 0
 
@@ -392,7 +392,7 @@ class Clear(BaseOperation, frozen=True, tag="clear"):
 
     tier: Scope
     tenant: TenantName | None = None
-    """None: of all tenants."""
+    """Only this tenant's chunks; None: those of all tenants."""
 
 
 class Evict(BaseOperation, frozen=True, tag="evict"):
@@ -409,13 +409,13 @@ class Claim(BaseOperation, frozen=True, tag="claim"):
     n_slices: SliceCount = 1
     spans: Spans = []
     identity: Root | None = None
-    """None: the keys are records, and those that they continue are kept too."""
+    """None: the keys are storage keys, and the chunks before them are kept too."""
     tenant: TenantName = ""
     max_bytes: Annotated[int, Meta(gt=0)] | None = None
 
 
 class AskClaims(BaseOperation, frozen=True, tag="claims"):
-    """Answer the document of /v1/claims."""
+    """Answer with the document of /v1/claims."""
 
 
 class Release(BaseOperation, frozen=True, tag="release"):
@@ -432,42 +432,42 @@ class Pull(BaseOperation, frozen=True, tag="pull"):
 
     keys: StorageKeys
     identity: Root | None
-    """None where an admin named keys, of which nobody knows the identity: such a pull is refused."""
+    """None if an admin named keys, whose identity is unknown: such a pull is refused."""
     n_slices: SliceCount = 1
     tenant: TenantName = ""
     owner: Owner | None = None
     spans: Spans = []
-    """Of slices with a span (see KvKind) only what the longest hit needs is read."""
+    """For slices with a span (see KvKind), only the chunks that the longest hit needs are read."""
     record_bytes: Annotated[list[Annotated[int, Meta(ge=1, le=2**32 - 1)]], Meta(max_length=4096)] = []
-    """For each slice the length of a whole chunk's record; empty: not known, and nothing can be loaded."""
+    """For each slice the length of a whole chunk's record; empty: unknown, and nothing can be loaded."""
 
 
 class Drain(BaseOperation, frozen=True, tag="drain"):
-    """Send nothing more to peers; or, with `on` false, send to them again."""
+    """Stop sending to peers; or, with `on` false, send to them again."""
 
     on: bool = True
 
 
 class AskStatus(BaseOperation, frozen=True, tag="status"):
-    """Answer the document of /v1/status, and below `runtime` threads, memory, garbage collector and lag of the loop."""
+    """Answer with /v1/status, and in `runtime` with threads, memory, garbage collector and lag of the loop."""
 
 
 class AskShared(BaseOperation, frozen=True, tag="shared"):
-    """Answer a Shared: what the requests since the last such question had in common."""
+    """Answer with a Shared: the prefixes that the requests since the last AskShared have in common."""
 
     ends: Annotated[list[Root], Meta(max_length=MAX_ASKED_ENDS)] = []
-    """Chain keys of the last chunks of prefixes that the asker knows already."""
+    """Chain keys of the last chunks of prefixes that the controller tracks already."""
     depths: Annotated[list[Count], Meta(max_length=MAX_ASKED_ENDS)] = []
-    """How many chunks each of them has."""
+    """Number of chunks of each of them."""
 
 
 Operation = Freeze | Clear | Evict | Claim | AskClaims | Release | Pull | Drain | AskStatus | AskShared
 
 
 class Do(ClusterRequest, frozen=True, tag="do"):
-    """Carry out an operation, once. Refused unless it comes from the latest leader that the instance has heard of.
+    """Carry out an operation, once. Refused unless it comes from the latest leader that the instance knows.
 
-    The answer, an Outcome, comes when it has ended; after `deadline_ms` nobody waits for it any more.
+    The answer, an Outcome, comes when it has ended; the controller waits at most `deadline_ms`.
     """
 
     operation: Operation
@@ -476,21 +476,21 @@ class Do(ClusterRequest, frozen=True, tag="do"):
     """Number of the controller's leadership, if the cluster has several controllers; 0: it is the only one."""
     cluster_id: ClusterId = 0
     """Compared before the token; it grows when etcd has lost its data or was restored. An instance keeps the greatest
-    (cluster id, token) that it has seen from any controller, and refuses operations that come with a smaller pair."""
+    (cluster id, token) that any controller has sent, and refuses operations with a smaller pair."""
 
 
 class Outcome(ClusterReply, frozen=True, tag="do"):
     """The operation has succeeded."""
 
     body: dict[str, Any] = {}
-    """The `count` of changed things, or the document that was asked for."""
+    """The `count` of changed objects, or the requested document."""
 
 
 class SharedPrefix(msgspec.Struct, frozen=True):
     """Leading chunks that several requests had in common."""
 
     root: Root
-    """Of their identity."""
+    """Root of their identity."""
     chain: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=MAX_PEER_KEYS * KEY_BYTES)]
     """Chain keys."""
     slices: Annotated[list[Root], Meta(min_length=1, max_length=MAX_PEER_KEYS)]
@@ -499,24 +499,24 @@ class SharedPrefix(msgspec.Struct, frozen=True):
     record_bytes: Annotated[list[Annotated[int, Meta(ge=1, le=2**32 - 1)]], Meta(max_length=4096)]
     tenant: TenantName
     requests_s: Annotated[float, Meta(ge=0, le=1e9)]
-    """Requests a second that asked for all of it."""
+    """Requests per second that asked for all of it."""
     own_chunks: Annotated[int, Meta(ge=1)]
-    """Those at its end that no shorter prefix of this answer has."""
+    """Number of chunks at its end that no shorter prefix of this answer has."""
     compute_s: Annotated[float, Meta(ge=0, le=1e9)]
-    """How long an engine computes these."""
+    """Seconds that an engine needs to compute these."""
 
 
 class Shared(msgspec.Struct, frozen=True):
     """The body of an Outcome to AskShared."""
 
     prefixes: Annotated[list[SharedPrefix], Meta(max_length=MAX_SHARED)]
-    """Those that save most."""
+    """The prefixes that save the most computing."""
     asked: Annotated[list[Count], Meta(max_length=MAX_ASKED_ENDS)]
-    """For each of `ends` how many requests asked for it."""
+    """For each of `ends` the number of requests that asked for it."""
     served: Annotated[list[Count], Meta(max_length=MAX_ASKED_ENDS)]
-    """How many of these got it without computing."""
+    """For each of `ends` the number of these requests that got it without computing."""
     seconds: Annotated[float, Meta(gt=0, le=1e9)]
-    """The time in which they came."""
+    """Length of the time in which these requests came."""
 
 
 # --- instance to instance ---------------------------------------------------------------------------------
@@ -541,11 +541,11 @@ class PeerWelcome(ClusterReply, frozen=True, tag="peer_hello"):
     secret: Annotated[bytes, Meta(min_length=32, max_length=32)]
     """Both sides of the connection prove that they know it. The ticket is used once."""
     port: Annotated[int, Meta(ge=1, le=65_535)]
-    """On the host of the owner's `peer_endpoint`."""
+    """TCP port on the host of the owner's `peer_endpoint`."""
     host: Word
-    """A word that processes of the owner's host have in common; empty: not known."""
+    """A name that is equal for processes of the owner's host; empty: unknown."""
     socket: Word
-    """The owner's unix socket, for readers of its host; empty: there is none."""
+    """The owner's unix socket, for readers on its host; empty: none."""
     metadata: Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)] = b""
     """Metadata by which the transfer engine reaches the extents file of the owner's L1; empty without one."""
 
@@ -553,44 +553,43 @@ class PeerWelcome(ClusterReply, frozen=True, tag="peer_hello"):
 class Await(ClusterRequest, frozen=True, tag="await"):
     """Asks which further chunks of a prompt are in L1, and waits for one more if an engine has promised it.
 
-    Who names the root and the chain keys could derive the storage keys, and so has the right to read the chunks.
+    A sender that knows the root and the chain keys can derive the storage keys, so it may read the chunks.
     """
 
     root: Root
-    """Of the identity."""
+    """Root of the identity."""
     chain: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=MAX_AWAITED * KEY_BYTES)]
     """Chain keys of consecutive chunks, from before the first missing one."""
     slices: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=MAX_AWAITED_SLICES * KEY_BYTES)]
     """Digests of the slices of the asker's engine, sorted."""
     n_present: Count
-    """How many of these chunks the asker has."""
+    """Number of these chunks that the asker has."""
     wait_ms: Annotated[int, Meta(ge=0, le=MAX_AWAIT_MS)]
     expects: bool = False
     """An engine is about to promise them: wait for that too."""
     within_ms: Count = 0
-    """Wait for no engine that is expected to take longer than this; 0: however long it takes."""
+    """Do not wait for an engine that is expected to take longer than this; 0: no limit."""
     record_bytes: Annotated[
         list[Annotated[int, Meta(ge=1, le=2**32 - 1)]], Meta(max_length=MAX_AWAITED_SLICES)
     ] = []
-    """For each slice the length of a chunk's record.  Then what the owner's L2 tiers have is loaded into L1 for it,
-    and no promise is waited for."""
+    """For each slice the length of a chunk's record.  If given, chunks in the owner's L2 tiers are loaded into L1, and
+    promises are not awaited."""
     tenant: TenantName = ""
-    """Whose bytes these are."""
+    """The tenant for which loaded bytes count."""
 
 
 class Awaited(ClusterReply, frozen=True, tag="await"):
-    """What L1 has of these chunks now, and how the wait has ended."""
+    """The number of these chunks in L1 now, and how the wait has ended."""
 
     n_chunks: Count
     end: Literal["ready", "broken", "late", "expected", "none"]
-    """`ready`: more chunks than the asker had; `late`: a promise of more stands, ask again; `expected`: none was given
-    yet, ask again; `none`: nobody has promised any."""
+    """`ready`: more chunks than the asker had; `broken`: the promise has ended; `late`: a promise of more exists, ask
+    again; `expected`: no promise was made yet, ask again; `none`: no engine has promised any."""
 
 
-# --- gateways ----------------------------------------------------------------------------------------------
-#
-# A gateway sends a GatewayBeat now and then.  Its answer names the instances, which the gateway follows itself.  Their
-# conditions tell it the kinds of KV, from which it derives the keys of a prompt's chunks, and which engines they have.
+# --- gateways ---------------------------------------------------------------------------------------------- A gateway
+# sends a GatewayBeat periodically.  The answer names the instances, which the gateway follows itself.  Their conditions
+# name their engines and the kinds of KV, from which the gateway derives the keys of a prompt's chunks.
 
 
 Role = Literal["both", "prefill", "decode"]
@@ -598,16 +597,16 @@ Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 
 
 class RatedEngine(msgspec.Struct, array_like=True, frozen=True):
-    """An engine, and how fast a gateway has measured it to be."""
+    """An engine, and its speed as measured by a gateway."""
 
     url: Word
     group: Word
-    """Engines that can compute prompts for each other have the same."""
+    """Name of the engine's group, equal for engines that can compute prompts for each other."""
     role: Role
     prefill_tokens_s: Annotated[float, Meta(gt=0, le=1e9)]
     alone_s: Seconds
     each_s: Seconds
-    """A token of an answer takes `alone_s`, and so much more for each request in flight."""
+    """A token of an answer takes `alone_s`, and `each_s` more for each request in flight."""
 
 
 class ShapeCount(msgspec.Struct, array_like=True, frozen=True):
@@ -615,18 +614,18 @@ class ShapeCount(msgspec.Struct, array_like=True, frozen=True):
 
     group: Word
     size: Annotated[int, Meta(ge=0, le=65_535)]
-    """Tells them from those of other lengths."""
+    """Code of the range of prompt and answer lengths."""
     ttft_ms: Annotated[float, Meta(ge=0, le=1e9)]
     tpot_ms: Annotated[float, Meta(ge=0, le=1e9)]
     requests: Count
     met: Count
     prompt_tokens: Count
-    """Those that were computed."""
+    """Number of prompt tokens that were computed."""
     answer_tokens: Count
 
 
 class GatewayBeat(Greeting, frozen=True, tag="gateway_beat"):
-    """A gateway is there. Sent every `beat_ms` of the answer."""
+    """A gateway's heartbeat. Sent every `beat_ms` of the answer."""
 
     gateway: InstanceId
     version: Word
@@ -637,7 +636,7 @@ class GatewayBeat(Greeting, frozen=True, tag="gateway_beat"):
     engines_up: Count
     in_flight: Count
     requests_total: Count
-    """Those that have ended."""
+    """Number of requests that have ended."""
     splits: bool = False
     """Whether one engine may compute a prompt for another."""
     rated: Annotated[list[RatedEngine], Meta(max_length=MAX_RATED)] = []
@@ -645,13 +644,13 @@ class GatewayBeat(Greeting, frozen=True, tag="gateway_beat"):
 
 
 class Served(msgspec.Struct, array_like=True, frozen=True):
-    """An instance, as gateways need to know it."""
+    """An instance, with the facts that gateways need."""
 
     told: Register
     key: PublicKey
     """Public key with which the instance has registered; gateways connect only to a process that has its secret key."""
     readable: bool
-    """Peers may be sent to it."""
+    """Whether peers may read from it."""
 
 
 class GatewayHeard(ClusterReply, frozen=True, tag="gateway_beat"):
@@ -685,7 +684,7 @@ ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def failure(seq: int, epoch: int, error: KvstrataError) -> Failure:
-    """The answer to a request that is refused for this reason."""
+    """The answer to a request that failed with this error."""
     return Failure(
         seq, epoch, error.code, error.message[:2000], error.field[:200], error.retryable, error.retry_after_ms
     )

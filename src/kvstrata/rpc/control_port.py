@@ -35,7 +35,7 @@ from kvstrata.rpc.zmq_server import Address, ZmqServer
 from kvstrata.text import type_and_place
 
 MAX_LATER = 512
-"""Requests that an instance answers later: polls that wait, pages of lists, and operations."""
+"""Maximum number of requests that an instance answers later: waiting polls, pages of lists, and operations."""
 
 Answered = ClusterReply | asyncio.Future[Any] | Coroutine[Any, Any, ClusterReply]
 Handler = Callable[[Any, Address], Answered]
@@ -62,7 +62,7 @@ class ControlPort(Numbers):
         requests: msgspec.msgpack.Decoder[Any] = TO_INSTANCE,
         max_later: int = MAX_LATER,
     ) -> None:
-        """`epoch`: of this process. `keys` say what a client's public key is. `requests` decodes what may be asked."""
+        """`epoch`: of this process. `keys`: kinds of clients' public keys. `requests`: decoder of valid requests."""
         self.server = ZmqServer(loop, max_message_bytes=MAX_CLUSTER_MESSAGE_BYTES)
         self._epoch, self._keys, self._requests, self._max_later = epoch, keys, requests, max_later
         self._served: dict[type[ClusterRequest], tuple[frozenset[KeyKind], bool, Handler]] = {}
@@ -92,7 +92,7 @@ class ControlPort(Numbers):
         await asyncio.gather(*self._later, return_exceptions=True)
 
     def numbers(self) -> list[Numbers]:
-        """The parts that count."""
+        """The parts with counters."""
         return [self, self.server]
 
     def _on_frame(self, address: Address, frame: bytes) -> None:

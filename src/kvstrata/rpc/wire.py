@@ -21,28 +21,28 @@ from kvstrata.types import KEY_BYTES, LATEST, LayoutIdentity, RequestIdentity, R
 
 PROTOCOL_VERSION = 10
 MAX_MESSAGE_BYTES = 4 << 20
-"""The server closes the connection of a process that sends a longer request."""
+"""Maximum length of a request; the server closes the connection of a process that sends a longer one."""
 MAX_CHUNKS = 65_536
-"""Chunks in one request (16 M tokens, at 256 tokens a chunk)."""
+"""Maximum number of chunks in one request (16 M tokens, at 256 tokens a chunk)."""
 MAX_DEADLINE_MS = 60_000
 MAX_RESERVE_CHUNKS = 1_024
-"""Chunks in one reserve, commit, abort or corrupt; a longer prompt takes several. A commit of so many holds the
-server's loop for about 1.5 ms."""
+"""Maximum number of chunks in one reserve, commit, abort or corrupt; a longer prompt takes several. A commit of that
+many holds the server's loop for about 1.5 ms."""
 MAX_LIVE = 16_384
-"""Lookups, reserves and promises named in one resume."""
+"""Maximum number of lookups, reserves and promises named in one resume."""
 MAX_MISSES = 32
-"""Misses, and hints, told in one ping."""
+"""Maximum number of misses, and of hints, in one ping."""
 MAX_MISSED_CHUNKS = 1_024
 MAX_RELEASES = 1_024
-"""Leases in one release."""
+"""Maximum number of leases in one release."""
 MAX_RETRIEVE_BYTES = 256 << 10
-"""Bytes of a record in one reply; a longer record takes several."""
+"""Maximum bytes of a record in one reply; a longer record takes several."""
 MAX_SLICES = 4096
-"""Distinct slices of one engine."""
+"""Maximum number of distinct slices of one engine."""
 MAX_TAIL_SETS = 4
-"""Chunks of which one lookup may name tails."""
+"""Maximum number of chunks of which one lookup may name tails."""
 MAX_TAILS = 256
-"""Tails of one chunk in a lookup, and tails that one reserve replaces."""
+"""Maximum number of tails of one chunk in a lookup, and of tails that one reserve replaces."""
 MAX_TAIL_TOKENS = 1 << 16
 MAX_LEADING_CHUNKS = 1 << 16
 ENGINE_URL = r"^(|https?://[^\s/?#@]+:[0-9]{1,5})$"
@@ -72,7 +72,7 @@ Index = Annotated[int, Meta(ge=0, lt=MAX_RESERVE_CHUNKS)]
 Indices = Annotated[list[Index], Meta(max_length=MAX_RESERVE_CHUNKS)]
 RequestId = Annotated[str, Meta(max_length=256)]
 TraceParent = Annotated[str, Meta(max_length=TRACEPARENT_CHARS)]
-"""The client's span as W3C Trace Context writes it, below which the server makes its own; empty: none."""
+"""The client's span in the format of W3C Trace Context, the parent of the server's spans; empty: none."""
 TailKeys = Annotated[bytes, Meta(max_length=MAX_TAILS * KEY_BYTES)]
 ShortText = Annotated[str, Meta(max_length=MAX_SHORT_TEXT)]
 LeaseId = tuple[SessionName, Seq]
@@ -103,11 +103,11 @@ class AttachRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the extents are registered with a device's driver, so that the device may access them for this process.
     Such access may outlast the locks of a process that dies, but not its pidfd."""
     token: Annotated[str, Meta(max_length=256)] = ""
-    """Proves which tenants this process may use, if the server has a tenants file."""
+    """Token for the tenants that this process may use, if the server has a tenants file."""
     kv_bytes: Annotated[int, Meta(ge=0)] = 0
-    """Bytes that the chunks in the engine's own cache would take in L1, for its scheduler to tell; 0: not known."""
+    """Bytes that the chunks in the engine's own cache would take in L1, sent by its scheduler; 0: unknown."""
     engine_url: Annotated[str, Meta(max_length=256, pattern=ENGINE_URL)] = ""
-    """Where gateways reach the engine over HTTP, for its scheduler to tell; empty: they are not told of it."""
+    """HTTP URL at which gateways reach the engine, sent by its scheduler; empty: it is not announced to gateways."""
     held_locks: Annotated[list[tuple[int, int]], Meta(max_length=MAX_HELD_LOCKS)] = []
     """(device, inode) of every sessions.lock that this process has open. The process must never get a second descriptor
     of such a file, because closing that descriptor would drop its locks."""
@@ -134,7 +134,7 @@ class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
     """Changes with every start of the server."""
     pool_id: bytes = b""
-    """Changes with every new pool, whose files the client must then map anew."""
+    """Changes with every new pool, whose files the client must then map again."""
     extents_bytes: int = 0
     """Length of the extents file."""
     max_reserved_bytes: int = 0
@@ -162,9 +162,9 @@ class Identify(Request, frozen=True, tag="identify"):
 
     request: RequestIdentity
     layout: LayoutIdentity | None = None
-    """Of a client that is not attached: the layout identity."""
+    """The layout identity, from a client that is not attached."""
     slices: Annotated[list[Key], Meta(max_length=MAX_SLICES)] = []
-    """Of a client that is not attached: digests of the slices that its chunks have."""
+    """Digests of the slices of its chunks, from a client that is not attached."""
 
 
 class IdentifyReply(Reply, frozen=True, tag="identify"):
@@ -177,9 +177,9 @@ class IdentifyReply(Reply, frozen=True, tag="identify"):
     slices: list[bytes]
     """Digests of the group's slices that are known now, sorted; extents in lookup replies have this order."""
     complete: bool
-    """All `engine_slices` of the group are known; until then every lookup answers 0."""
+    """Whether all `engine_slices` of the group are known; until then every lookup answers 0."""
     spans: list[int] = []
-    """For each slice how many of a hit's last chunks are needed in it, 0: all. Empty if all are in each slice."""
+    """For each slice how many of a hit's last chunks it needs, 0: all. Empty if every slice needs all."""
 
 
 class DeviceCopies(msgspec.Struct, array_like=True, frozen=True):
@@ -215,9 +215,9 @@ class TailSet(msgspec.Struct, array_like=True, frozen=True):
     """Tails of one chunk of a prompt, of which one may end the hit."""
 
     chunk: Annotated[int, Meta(ge=0, le=MAX_LEADING_CHUNKS)]
-    """They count if exactly so many leading chunks are present."""
+    """Index of the chunk; its tails count if exactly the chunks before it are present."""
     tokens: Annotated[list[Annotated[int, Meta(gt=0, le=MAX_TAIL_TOKENS)]], Meta(max_length=MAX_TAILS)]
-    """The tokens of each tail, the most wanted tail first."""
+    """Number of tokens of each tail, in the order of preference."""
     keys: TailKeys
     """Their concatenated chain keys."""
     in_l2: bool = False
@@ -225,25 +225,25 @@ class TailSet(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Miss(msgspec.Struct, array_like=True, frozen=True):
-    """A miss that the process saw in the shared index, so that it sent no lookup; a list."""
+    """A miss that the process found in the shared index, without a lookup; a list."""
 
     identity_id: Count
     request_id: RequestId
     """As in a lookup."""
     chunks: Annotated[int, Meta(ge=1, le=MAX_CHUNKS)]
-    """Chunks from the first absent one to the last that was wanted."""
+    """Number of chunks from the first absent one to the last requested one."""
     absent: Key
     """Chain key of the first absent chunk."""
     last: Key
-    """Chain key of the last chunk that was wanted."""
+    """Chain key of the last requested chunk."""
     probe: Probe = b""
     """As in a lookup; empty if the first absent chunk is not the prompt's first."""
     chain: Annotated[bytes, Meta(max_length=MAX_MISSED_CHUNKS * KEY_BYTES)] = b""
-    """Chain keys of the prompt's first chunks, for what the server learns of requests."""
+    """Chain keys of the prompt's first chunks, for the server's statistics of requests."""
 
 
 class Hint(msgspec.Struct, array_like=True, frozen=True):
-    """What comes after a request of the process; a list."""
+    """What follows a request of the process; a list."""
 
     identity_id: Count
     last: Key
@@ -262,20 +262,20 @@ class Ping(Request, frozen=True, tag="ping"):
     misses: Annotated[list[Miss], Meta(max_length=MAX_MISSES)] = []
     """Misses since the last ping; the server counts and explains them as it does those of lookups."""
     hints: Annotated[list[Hint], Meta(max_length=MAX_MISSES)] = []
-    """What is to be said of requests that have ended since the last ping."""
+    """Hints about requests that have ended since the last ping."""
     prompt_tokens_s: Annotated[float, Meta(ge=0, le=MAX_TOKENS_S)] = 0.0
-    """Tokens at a prompt's start that the engine computes in a second; 0: not known, or told before."""
+    """Tokens at a prompt's start that the engine computes per second; 0: unknown, or reported before."""
 
 
 class Pong(Reply, frozen=True, tag="ping"):
-    """The server is alive. Also sent without a ping, with seq 0, when the server asks for leases back."""
+    """The server is alive. Also sent without a ping, with seq 0, when the server revokes leases."""
 
     orphaned: list[tuple[bytes, int]] = []
     """Leases (session that looked up, seq) of sessions that have ended: release your own share once no copy runs."""
     revoked: list[int] = []
-    """Your own lookups whose leases the server wants back: release, for the group, those promised to no request."""
+    """Your own lookups whose leases the server revokes: release, for the group, those promised to no request."""
     engines_kv_bytes: int | None = None
-    """The sum of `AttachRequest.kv_bytes` over all attached engines, for one that has told its own."""
+    """The sum of `AttachRequest.kv_bytes` over all attached engines, for an engine that has sent its own."""
 
 
 class Lookup(Request, frozen=True, tag="lookup"):
@@ -294,19 +294,19 @@ class Lookup(Request, frozen=True, tag="lookup"):
     """Tails that may end the hit. Not for engines with slices that have a span."""
     traceparent: TraceParent = ""
     own_chunks: Count = 0
-    """Leading chunks that the engine's own cache has: it computes and copies only those behind them."""
+    """Number of leading chunks in the engine's own cache: it computes and copies only those after them."""
     stores_late: bool = False
     """The engine stores a chunk when its own cache is about to lose it, so hits there are no uses of L1's chunks."""
     wait_ms: DeadlineMs = 0
-    """Time, beyond that for the answer, that it may wait for chunks that other engines have promised."""
+    """Time beyond `deadline_ms` that it may wait for chunks that other engines have promised."""
     expects: bool = False
     """Another engine is about to promise them: wait for that too."""
     source: Annotated[str, Meta(pattern=INSTANCE_OR_NONE)] = ""
     """Id of the instance whose engine promises them; empty: this one."""
     in_parts: bool = False
-    """It may be answered before all promised chunks are there, when the rest is expected soon."""
+    """Whether it may be answered before L1 has all promised chunks, when the rest is expected soon."""
     follows: Count = 0
-    """Leading chunks that the engine has got by earlier parts of this lookup; it holds blocks for the rest."""
+    """Number of leading chunks that the engine got by earlier parts of this lookup; it holds blocks for the rest."""
 
 
 class LookupReply(Reply, frozen=True, tag="lookup"):
@@ -324,11 +324,11 @@ class LookupReply(Reply, frozen=True, tag="lookup"):
     reason: str
     """Why the first chunk that is not served is missing; empty if all are served."""
     tail_tokens: int = 0
-    """Tokens of the tail that follows these chunks and is leased as well; 0: none."""
+    """Number of tokens of the leased tail that follows these chunks; 0: none."""
     tail_extents: bytes = b""
     """Its packed extents, one for each slice."""
     promised: int = 0
-    """If more than `n_chunks`: so many leading chunks are expected soon; a lookup that `follows` asks for the rest."""
+    """If more than `n_chunks`: number of leading chunks expected soon; a lookup that `follows` asks for the rest."""
 
 
 class Release(Request, frozen=True, tag="release"):
@@ -355,9 +355,9 @@ class Reserve(Request, frozen=True, tag="reserve"):
     probe: Probe = b""
     """Digest of the first chunk's tokens, as in a lookup."""
     tail_tokens: Annotated[int, Meta(ge=0, le=MAX_TAIL_TOKENS)] = 0
-    """0, or the only key is that of a tail with so many tokens."""
+    """Number of tokens if the only key is that of a tail; else 0."""
     replaces: TailKeys = b""
-    """Chain keys of tails that are of no use any more when the chunks, or the tail, are in L1; they leave L1 then."""
+    """Chain keys of tails that are useless when the chunks, or the tail, are in L1; they leave L1 then."""
     traceparent: TraceParent = ""
 
 
@@ -377,7 +377,7 @@ class ReserveOutcome(enum.IntEnum):
     SESSION_LIMIT = 5
     """This session, its process or its token has reserved too many bytes; reserve again when some have ended."""
     QUOTA = 6
-    """It would take its tenant above its quota, and all that could leave L1 for it is within the quotas of others."""
+    """It would exceed its tenant's quota, and all chunks that could be evicted for it are within others' quotas."""
     TOO_LARGE = 7
     """The record is longer than L1, or has 4 GiB or more."""
     ENTRIES_FULL = 8
@@ -407,13 +407,13 @@ class CommitOutcome(enum.IntEnum):
     NOT_RESERVED = 1
     """The chunk is not in this reservation, or no longer."""
     BAD_RECORD = 2
-    """The record's header does not match the reservation; the extent was given back."""
+    """The record's header does not match the reservation; the extent was freed."""
 
 
 class Promise(Request, frozen=True, tag="promise"):
-    """Says that the caller's engine computes these chunks now and will store them, until a `cancel` of its number.
+    """Promises that the caller's engine computes these chunks now and will store them, until a `cancel` of its number.
 
-    Lookups of other engines may wait for them.  It gives no claim on memory.
+    Lookups of other engines may wait for them.  It reserves no memory.
     """
 
     identity_id: Count
@@ -436,7 +436,7 @@ class CommitReply(Reply, frozen=True, tag="commit"):
 
 
 class Abort(Request, frozen=True, tag="abort"):
-    """Gives reserved extents back; the caller promises to write none of them any more."""
+    """Frees reserved extents; the caller guarantees not to write to them any more."""
 
     reservation: Seq
     indices: Indices | None = None
@@ -444,15 +444,15 @@ class Abort(Request, frozen=True, tag="abort"):
 
 
 class Cancel(Request, frozen=True, tag="cancel"):
-    """Stops the earlier lookup or reserve `target`, or ends for all processes what it was granted; or withdraws the
-    promise `target`."""
+    """Stops the earlier lookup or reserve `target`, or ends its lease (for all processes) or reservation; or withdraws
+    the promise `target`."""
 
     target: Seq
     """Its seq."""
 
 
 class Resume(Request, frozen=True, tag="resume"):
-    """The first words of a process that has attached again: of its lookups, reserves and promises it still has these.
+    """First message of a process that has attached again: the lookups, reserves and promises that it still has.
 
     All others end as if cancelled.  Leases of which the process has released its own share stay with the others.
     """
@@ -482,7 +482,7 @@ class RetrieveReply(Reply, frozen=True, tag="retrieve"):
 
 
 class Quiesced(Request, frozen=True, tag="quiesced"):
-    """Says that this process no longer touches extents that were leased or reserved before the present epoch."""
+    """Says that this process no longer touches extents that were leased or reserved before the current epoch."""
 
 
 class Corrupt(Request, frozen=True, tag="corrupt"):
@@ -509,9 +509,9 @@ class Error(Reply, frozen=True, tag="error"):
 
     code: str
     message: str
-    """Says, for people, what is wrong and what to change."""
+    """Says in plain language what is wrong and what to change."""
     field: str
-    """The field that was wrong; empty if no single field was."""
+    """The wrong field; empty if it is not a single field."""
     retryable: bool
     """Whether the same request may succeed later without the sender changing anything."""
 

@@ -62,7 +62,7 @@ OPEN_SECRET = b"x%H0c8CtzM(A=W0+1k(pWNv{5uM6dY>).VcG.{6<"
 
 
 class KeyKind(enum.StrEnum):
-    """What a key of the cluster may ask: which requests are for which kind is said where they are served."""
+    """The kind of a cluster key; the server of a request declares which kinds may send it."""
 
     INSTANCE = "instance"
     GATEWAY = "gateway"
@@ -76,9 +76,9 @@ class ClusterKeys(NamedTuple):
     server: bytes = b""
     """Public key of the processes that it connects to."""
     kinds: Mapping[str, frozenset[KeyKind]] | None = None
-    """What each public key is that may connect to it; None: any may, and is of every kind."""
+    """The kinds of each public key that may connect to it; None: any key may, and has every kind."""
     listed: Mapping[str, tuple[str, ...]] | None = None
-    """Of a controller: the ids that each of these keys may use (`NAME`, or `NAME-*`; empty: any); None: any."""
+    """For a controller: the ids that each of these keys may use (`NAME`, or `NAME-*`; empty: any); None: any."""
 
     @property
     def clients(self) -> frozenset[bytes] | None:
@@ -86,7 +86,7 @@ class ClusterKeys(NamedTuple):
         return None if self.kinds is None else frozenset(key.encode() for key in self.kinds)
 
     def kinds_of(self, key: str) -> frozenset[KeyKind]:
-        """What a client's public key is; nothing: it may not connect."""
+        """The kinds of a client's public key; empty: it may not connect."""
         return frozenset(KeyKind) if self.kinds is None else self.kinds.get(key, frozenset())
 
     def to(self, server: str) -> ClusterKeys:
@@ -94,7 +94,7 @@ class ClusterKeys(NamedTuple):
         return self._replace(server=server.encode())
 
     def now(self) -> ClusterKeys:
-        """These keys: others than a file's never change."""
+        """These keys; only those of a file can change."""
         return self
 
 
@@ -137,7 +137,7 @@ def read_controller_keys(path: str, field: str = "security.curve_secret_file") -
 
 
 def _kinds_of(keys: Mapping[str, list[bytes]]) -> dict[str, frozenset[KeyKind]]:
-    """What each key is, by the word of its lines."""
+    """The kinds of each key, by the first word of its lines."""
     words = {"client": KeyKind.INSTANCE, "gateway": KeyKind.GATEWAY, "server": KeyKind.CONTROLLER}
     every = {key for word in words for key in keys.get(word, ())}
     return {
@@ -150,8 +150,8 @@ def read_cluster_keys(path: str, field: str) -> ClusterKeys:
     """Read the keys of a cluster's member: `secret KEY`, and lines `server KEY` (the controllers'), `client KEY` (an
     instance's) and `gateway KEY` for other keys.
 
-    With only `secret KEY` all members share the secret, and each may ask every other anything.  Raises ConfigError,
-    which names `field`.
+    With only `secret KEY` all members share the secret, and each may send any request to every other.  Raises
+    ConfigError, which names `field`.
     """
     keys = _key_lines(path, field, ("secret", "server", "client", "gateway"))
     secret = keys["secret"][-1]
@@ -199,7 +199,7 @@ def _key_lines(
 
 
 class KeyFile:
-    """The keys of one file. Belongs to the event loop, on which a changed file is read, of a line for each member."""
+    """The keys of one file. Belongs to the event loop, which also reads a changed file (one line for each member)."""
 
     def __init__(self, path: str, read: Callable[[str], ClusterKeys]) -> None:
         """`read` raises ConfigError for a wrong file; so does this."""
@@ -210,10 +210,10 @@ class KeyFile:
         self._log = EventLog("zmq")
 
     def now(self) -> ClusterKeys:
-        """The keys as the file has them now.
+        """The current keys of the file.
 
-        A file that is missing or wrong, or has another secret, changes nothing, and that is logged: sockets keep the
-        secret with which they were bound.
+        If the file is missing or wrong, or has another secret, the keys do not change, and that is logged: sockets keep
+        the secret with which they were bound.
         """
         stamp = _stamp(self._path)
         if stamp == self._stamp:
@@ -234,7 +234,7 @@ class KeyFile:
 
 
 Keys = KeyFile | ClusterKeys
-"""Keys, whose `now()` gives them as they are now."""
+"""Keys, whose `now()` returns their current state."""
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
@@ -247,16 +247,16 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
 
 FILE = "cluster.keys"
 TOUCH_S = 5.0
-"""Interval at which the file is marked as used, and put back if it is gone."""
+"""Interval at which the file is marked as used, and restored if it is gone."""
 ADVICE = "processes of other users or hosts need key files: kvstrata cluster init (docs/cluster.md, Security)"
-"""What logs say to a process that is refused because it does not have the key."""
+"""The log's advice for a process that is refused because it does not have the key."""
 
 
 class SharedKey:
-    """The key that the processes of one user share: its file, and the keys in it."""
+    """The key that all processes of one user share, and its file."""
 
     def __init__(self, field: str, environment: Mapping[str, str] = os.environ) -> None:
-        """Find the file, or make it. Raises ConfigError, which names `field`, a setting that would do without."""
+        """Find the file, or make it. Raises ConfigError, which names `field`, the alternative setting of a key file."""
         places = [folder / FILE for folder in shared_run_dirs(environment)]
         self.path = next((path for path in places if _is_there(path)), places[0])
         try:
@@ -279,7 +279,7 @@ class SharedKey:
         remember_secret(self.keys.server.decode())
 
     def touch(self) -> None:
-        """Mark the file as used; put it back if it is gone. Raises OSError, ConfigError."""
+        """Mark the file as used; restore it if it is gone. Raises OSError, ConfigError."""
         try:
             os.utime(self.path, follow_symlinks=False)
         except FileNotFoundError:
@@ -300,12 +300,12 @@ class SharedKey:
         """Write the file, unless it exists. Raises OSError."""
         if not os.path.lexists(self.path):
             text = f"# shared by the processes of this user; see docs/cluster.md#security\nsecret {secret.decode()}\n"
-            with contextlib.suppress(FileExistsError):  # another process was quicker
+            with contextlib.suppress(FileExistsError):  # another process was faster
                 write_private_file(self.path, text.encode(), overwrite=False)
 
 
 def _is_there(path: Path) -> bool:
-    """Whether there is such a file in a folder of ours: another user may have made a folder of the name in /tmp."""
+    """Whether the file exists in a folder of ours: another user may have made a folder with this name in /tmp."""
     try:
         check_private_dir(path.parent, FILE)
     except ConfigError:
@@ -324,9 +324,9 @@ class KeyFolder:
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
         self.written: list[Path] = []
-        """Files that were written since the object was made."""
+        """Files written since the object was made."""
         self.missing: list[str] = []
-        """Members whose files are not in the folder any more, and so were not brought up to date."""
+        """Members whose files are not in the folder any more and so were not updated."""
 
     def make(self, names: Iterable[str], gateways: Iterable[str] = (), *, overwrite: bool) -> None:
         """Make keys for a controller, these instances and these gateways. Raises ConfigError."""
@@ -356,7 +356,7 @@ class KeyFolder:
         self._write_all(controller, fresh, kept, kinds | fresh_kinds)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Shut members out: their keys leave all files, and their own files are deleted. Raises ConfigError."""
+        """Remove members: delete their keys from all files, and their own files. Raises ConfigError."""
         names = _checked(names)
         controller, public, kinds = self._read()
         for name in names:
@@ -408,7 +408,7 @@ class KeyFolder:
         kept: dict[str, bytes],
         kinds: Mapping[str, KeyKind],
     ) -> None:
-        """Write the controller's file, and the members': `fresh` by new secrets, `kept` have these public keys."""
+        """Write the files of the controller and the members: `fresh` have new secrets, `kept` these public keys."""
         public = {**kept, **{name: public_of(secret) for name, secret in fresh.items()}}
         words = {name: "gateway" if kinds[name] is KeyKind.GATEWAY else "client" for name in public}
         lines = [f"{words[name]} {key.decode()} {name} {name}-*" for name, key in sorted(public.items())]

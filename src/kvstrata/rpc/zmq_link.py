@@ -42,7 +42,7 @@ from kvstrata.rpc.zmq_server import MESSAGES_PER_WAKE, REFUSED_HANDSHAKES, SECON
 R = TypeVar("R", bound=ClusterReply)
 
 MAX_OPEN = 1_024
-"""Maximum number of questions of one link that have no outcome yet."""
+"""Maximum number of requests of one link without an outcome yet."""
 QUEUE_MESSAGES = 64
 """Maximum number of messages that libzmq keeps for a server that does not read."""
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 500
@@ -57,8 +57,8 @@ KEEPALIVE = {
     zmq.TCP_MAXRT: 6_000,
 }
 """TCP's keepalive: a connection whose other end does not respond for 6 s is opened anew.  For a frozen process the
-kernel still responds; a frozen process is noticed by the time limits of questions.  ZMTP heartbeats are off, because
-libzmq may abort over a PING (see zmq_server.py)."""
+kernel still responds; the time limits of requests detect a frozen process.  ZMTP heartbeats are off, because libzmq may
+abort over a PING (see zmq_server.py)."""
 
 
 class Links:
@@ -79,16 +79,16 @@ class Links:
         changed: Callable[[bool], None] | None = None,
         refused: Callable[[], None] | None = None,
     ) -> AskLink:
-        """Open a link for questions to `endpoint`, whose process may be absent.
+        """Open a link for requests to `endpoint`, whose process may be absent.
 
-        `few`: fewer than QUEUE_MESSAGES are asked at a time, so a socket that takes no message has lost its connection,
-        and what was sent over it ends with Unavailable.
-        `changed` gets True for each new connection, which may lead to another process than the
-        last one, and False when it ends.  `refused` is called for each connection that the other side ends in the
-        handshake, as it does if the keys do not fit.  Raises Unavailable if libzmq refuses the endpoint.
+        `few`: fewer than QUEUE_MESSAGES requests are open at a time, so a socket that accepts no message has lost its
+        connection, and requests sent over it end with Unavailable.  `changed` gets True for each new connection, which
+        may lead to another process than the last one, and False when it ends.  `refused` is called for each connection
+        that the other side ends in the handshake, for example if the keys do not match.  Raises Unavailable if libzmq
+        refuses the endpoint.
         """
         link = AskLink(self._loop, self._socket(endpoint, keys), changed, refused, few=few)
-        # It watches already: libzmq gives some refused handshakes up and tells them once only.
+        # The monitor is installed first: libzmq abandons some refused handshakes and reports them only once.
         try:
             link.connect(endpoint)
         except zmq.ZMQError as error:
@@ -138,9 +138,9 @@ _OPTIONS = {
 
 
 class AskLink:
-    """A link to one process, on the loop; several questions may be open, and their answers may arrive in any order.
+    """A link to one process, on the loop; several requests may be open, and their answers may arrive in any order.
 
-    The socket's descriptor signals only changes, so each turn looks at the socket's state.
+    The socket's descriptor signals only changes, so each turn checks the socket's state.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class AskLink:
         self._again = False
         self._changed, self._few = changed, few
         self._watch: zmq.Socket[bytes] | None = None
-        """The socket on which libzmq reports handshakes that fail."""
+        """The socket on which libzmq reports failed handshakes."""
         if refused is not None:
             self._watch = link.get_monitor_socket(REFUSED_HANDSHAKES)
             loop.add_reader(self._watch.fileno(), self._see_refusals, self._watch, refused)
@@ -185,7 +185,7 @@ class AskLink:
         return not self._socket.closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
 
     def try_send(self, frame: bytes) -> bool:
-        """Hand libzmq a message without an answer; False, without effect, if it has no connection or a full queue.
+        """Send a message without an answer; False, without effect, if libzmq has no connection or a full queue.
 
         The sender detects losses by other means.
         """
@@ -203,7 +203,7 @@ class AskLink:
         """Send `request` under a new seq; returns its answer.
 
         Raises ClusterFailure if the request is refused, and Unavailable without an answer in time, though the other
-        side may have carried the request out.  Cancelling forgets the question.
+        side may have carried out the request.  Cancelling forgets the request.
         """
         if len(self._open) >= MAX_OPEN:
             raise Unavailable(f"{MAX_OPEN} questions to {self.endpoint} are open; ask again later")
@@ -243,7 +243,7 @@ class AskLink:
                 )
 
     def close(self, *, linger_ms: int = 0) -> None:
-        """Close the link: open questions end with Unavailable, messages that libzmq has get `linger_ms` to leave."""
+        """Close the link: open requests end with Unavailable, messages queued in libzmq get `linger_ms` to be sent."""
         if self._watch is not None and not self._watch.closed:
             self._loop.remove_reader(self._watch.fileno())
             self._socket.disable_monitor()
@@ -283,7 +283,7 @@ class AskLink:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                # Receiving may have consumed the signal of a new connection, for which unsent questions wait.
+                # Receiving may have consumed the signal of a new connection, for which unsent requests wait.
                 return bool(self._unsent) and self.connected
             self._take(frames)
             if self._socket.closed:

@@ -63,18 +63,18 @@ TOTAL_BYTES = 256 << 20
 FEW = 4
 MAX_WAITING_MESSAGES = 4_096
 MAX_WAITING_LARGEST = 8
-"""Messages of the largest size that may wait for one connection."""
+"""Maximum number of waiting messages of the largest size for one connection."""
 MAX_TOTAL_LARGEST = 32
-"""Messages of the largest size that may wait for all connections together."""
+"""Maximum number of waiting messages of the largest size for all connections together."""
 MAX_REFUSED = 256
 MAX_FRAMES = 8
 MAX_CONNECTIONS = 4_096
 CONNECTIONS_SHARE = 8
-"""A port uses at most this share of the descriptors that the process may open: one in eight."""
+"""A port uses at most one in CONNECTIONS_SHARE of the descriptors that the process may open."""
 MAX_ENDED = 65_536
-"""Connections that ended since libzmq had no message left; beyond these, their last messages are not told apart."""
+"""Maximum number of connections ended since libzmq was last empty; beyond it their last messages are confused."""
 FREED_BYTES = 1 << 20
-"""Bytes of cut connections' messages that are freed at a time, at least."""
+"""Minimum bytes of cut connections' messages that are freed at a time."""
 MESSAGE_COST_BYTES = 200
 """Each waiting message counts as its length plus this many bytes."""
 
@@ -107,8 +107,8 @@ class Inbox:
     2. Connections take turns: one message of each is handled at a time.
     3. At most `max_connections()` are open.  When one more opens, the connection that has been silent longest is
        cut, first among those that never sent a message.
-    4. The messages of a cut connection are freed over several wakes: giving 64 MiB back to the system takes
-       milliseconds.  A wake frees a sixteenth, at least FREED_BYTES.
+    4. The messages of a cut connection are freed over several wakes: returning 64 MiB to the system takes milliseconds.
+       A wake frees a sixteenth, at least FREED_BYTES.
     5. A connection is cut if MAX_REFUSED of its messages in a row were refused unread, or if one has more than
        MAX_FRAMES frames: no client of ours does either, and reading such a flood takes the CPU time of both of our
        threads.
@@ -116,8 +116,8 @@ class Inbox:
        descriptor belongs to libzmq and may have been reused meanwhile, so it is shut down only if it is a connection
        of this listener.
     7. Messages of a connection that has ended may still arrive, while another connection has its descriptor already.
-       They are told apart by the sender's routing id, until libzmq has no message left: they count for the connection
-       `~descriptor`, to which the rules above apply, and which nothing shuts down.
+       They are distinguished by the sender's routing id, until libzmq has no message left: they count for the
+       connection `~descriptor`, to which the rules above apply, and which is never shut down.
     """
 
     def __init__(self, max_message_bytes: int, see_connections: Callable[[], None] = lambda: None) -> None:
@@ -135,9 +135,9 @@ class Inbox:
         self._heard: dict[int, None] = {}
         """The other connections; the connection of the newest message is last."""
         self._refused: dict[int, int] = {}
-        """How many of a connection's latest messages were refused."""
+        """Number of a connection's latest messages that were refused in a row."""
         self._routing_ids: dict[int, bytes] = {}
-        """The routing id with which a connection sends."""
+        """The routing id of a connection's messages."""
         self._ended: set[tuple[int, bytes]] = set()
         """(Descriptor, routing id) of connections that have ended and whose last messages may still arrive."""
         self._cut: set[int] = set()
@@ -166,7 +166,7 @@ class Inbox:
         self._port = port
 
     def opened(self, connection: int) -> None:
-        """A connection was accepted; if it exceeds the bound, the connection that has been silent longest is cut."""
+        """A connection was accepted; if it exceeds the limit, the connection that has been silent longest is cut."""
         self._cut.discard(connection)
         self._heard.pop(connection, None)
         self._silent[connection] = None
@@ -270,7 +270,7 @@ class Inbox:
         return True
 
     def woke(self, *, drained: bool) -> None:
-        """A wake is over; `drained`: libzmq has no message left, so none of a connection that has ended."""
+        """A wake has ended; `drained`: libzmq has no message left, so no message of an ended connection can come."""
         if self._dropped:
             self._free_some()
         if self._ended and (drained or len(self._ended) > MAX_ENDED):
@@ -325,7 +325,7 @@ def _size(message: Message) -> int:
 
 
 class Tracker(Protocol):
-    """Tells when libzmq no longer needs the bytes of one reply: zmq.MessageTracker."""
+    """Reports when libzmq no longer needs the bytes of one reply: zmq.MessageTracker."""
 
     @property
     def done(self) -> bool:
@@ -341,7 +341,7 @@ class Outbox:
         self.unread_bytes = 0
 
     def look(self) -> int:
-        """Forget replies that have left; returns the bytes that are still unread."""
+        """Forget replies that were sent; returns the bytes that are still unread."""
         for client in list(self._unread):
             self._look(client)
         return self.unread_bytes
@@ -364,7 +364,7 @@ class Outbox:
         self.unread_bytes += size_bytes
 
     def _look(self, client: Hashable) -> None:
-        """Forget the client's replies that have left; replies leave in the order of sending."""
+        """Forget the client's replies that were sent; libzmq sends them in order."""
         replies = self._unread.get(client)
         while replies and replies[0][0].done:
             _, size_bytes = replies.popleft()
@@ -381,9 +381,9 @@ SECONDS_PER_WAKE = 0.002
 _NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _EVENTS, _POLLIN, _SRCFD = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.SRCFD)
 SEND_QUEUE = 2_048
-"""Maximum number of replies that wait for one client: more than it can ask for at a time."""
+"""Maximum number of replies that wait for one client: more than it can request at a time."""
 TAKEN_PER_WAKE = 512
-"""Messages taken from libzmq in one wake; taking one costs a few microseconds."""
+"""Maximum number of messages taken from libzmq in one wake; taking one costs a few microseconds."""
 HANDSHAKE_MS = 5_000
 KEEPALIVE = {
     zmq.TCP_KEEPALIVE: 1,
@@ -408,7 +408,7 @@ KEYLESS_DOMAIN = "kvstrata-keyless"
 
 
 class Address(NamedTuple):
-    """Destination of a reply: the client's routing id. Only `key` proves who asked."""
+    """Destination of a reply: the client's routing id. Only `key` proves the sender."""
 
     routing_id: bytes
     key: str = ""
@@ -418,9 +418,9 @@ class Address(NamedTuple):
 
 
 Handler = Callable[[Address, Any], bool | None]
-"""Gets one frame; answers through `send`, now or later. False: it has refused the frame."""
+"""Handles one frame; answers through `send`, now or later. Returns False if it has refused the frame."""
 FrameErrorHandler = Callable[[Address, int], bytes]
-"""Gets the number of frames of a message that does not have exactly one; returns the error reply."""
+"""Gets the number of frames of a message that has not exactly one; returns the error reply."""
 
 
 class ZmqServer(Numbers):
@@ -464,7 +464,7 @@ class ZmqServer(Numbers):
         self._draining = False
         """Connections that ended before they showed the right keys."""
         self._keys_asked_on = ""
-        """Setting of the port, if it asks for keys."""
+        """Setting of the port, if it requires keys."""
         self._refused_note = ""
         self._log = EventLog("zmq")
 
@@ -482,11 +482,11 @@ class ZmqServer(Numbers):
         refused_note: str = "",
     ) -> int:
         """Listen on host:port (0 takes a free port); returns the port.  Names of settings and flag are for errors.
-        `keys`: its own, and those that may connect, which are asked for at each connection; None: it has none.
-        `anywhere`: it may be reached from other hosts, as who connects has proven a key, or nobody need.
-        `refused_note`: what the log advises when a connection shows wrong keys.
-        Raises ConfigError if the host is not an address of this machine, if it is off loopback and has no key, or if
-        the port is taken; the error then names the process that holds the port.
+        `keys`: its own, and those that may connect, which are read at each connection; None: no CURVE. `anywhere`:
+        other hosts may reach it, since clients prove a key, or the settings permit to do without. `refused_note`: the
+        log's advice when a connection shows wrong keys. Raises ConfigError if the host is not an address of this
+        machine, if it is off loopback and has no key, or if the port is taken; the error then names the process that
+        holds the port.
         """
         address, family = resolve(host, host_setting)
         if not anywhere:
@@ -595,7 +595,7 @@ class ZmqServer(Numbers):
             self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
-        """Take in what has arrived and handle some of it, within the bounds of one wake."""
+        """Receive messages that have arrived and handle some, within the limits of one wake."""
         self._again = False
         server, inbox = self._socket, self._inbox
         if server is None:
@@ -734,7 +734,7 @@ class ZmqServer(Numbers):
     def _start_zap(self, keys: Keys) -> None:
         """Answer libzmq's questions whether a client may connect (ZAP, RFC 27) by the list of client keys.
 
-        The answer makes the client's key the user id of its connection, which libzmq tells with each message.
+        The answer makes the client's key the user id of its connection, which libzmq attaches to each message.
         """
         self._keys = keys
         self._zap = self._context.socket(zmq.ROUTER)

@@ -33,7 +33,7 @@ _MAX_FDS = 3
 MAX_REPLY_BYTES = 16 << 20
 """Maximum length of a message from the server."""
 MAX_UNSENT_BYTES = 16 << 20
-"""Bytes of requests that may wait for a server that reads nothing."""
+"""Maximum bytes of requests that wait for a server that does not read."""
 _LOCKED, _BYE, _OK = b"locked", b"bye", b"ok"
 _REPLY = msgspec.msgpack.Decoder(AttachReply)
 
@@ -42,13 +42,13 @@ FileId = tuple[int, int]
 
 
 class LockHolder:
-    """Holds this process's descriptors of sessions.lock files, one per file, and knows which session locked which byte.
+    """Holds this process's descriptors of sessions.lock files, one per file, and the session that locked each byte.
 
     The descriptors are never closed.
 
-    Use `process_locks()`: a second LockHolder in one process would open a second descriptor.  Thread-safe.
-    Attaches of one process go one after another (`mutex`), because the server must know which files are
-    already open before it sends another.
+    Use `process_locks()`: a second LockHolder in one process would open a second descriptor.  Thread-safe. Attaches of
+    one process are serialized (`mutex`), because the server must know which files are already open before it sends
+    another one.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class Attachment:
         self.extents_fd = extents_fd
         self.link = link
         self.early = list(early)
-        """Messages that came with the end of the handshake."""
+        """Messages that arrived with the end of the handshake."""
         self._locks = locks
         _open_attachments.add(self)
 
@@ -144,11 +144,11 @@ class Attachment:
         self.close_pool_fds()
 
     def goodbye(self, timeout_s: float) -> bool:
-        """Give the row back while the process lives on, then close; True when the server confirmed it.
+        """Free the row while the process continues to live, then close; True when the server confirmed it.
 
-        The caller promises that this session does not touch the pool any more: its copies have ended and its
-        mappings are gone.  Without the server's confirmation the row ends with the process, or when the next server
-        starts and finds its byte unlocked.
+        The caller guarantees that this session does not touch the pool any more: its copies have ended and its mappings
+        are gone.  Without the server's confirmation the row ends with the process, or when the next server starts and
+        finds its byte unlocked.
         """
         ends_s = time.monotonic() + timeout_s
         try:
@@ -177,8 +177,8 @@ def attach_in(
 ) -> tuple[Attachment, Path]:
     """`attach` in the first of these socket directories where a server answers, `timeout_s` for each; and which one.
 
-    A directory that `attach` does not trust is passed over.  If no server answers in any of them, raises the error for
-    the first one, with what is wrong in the others.
+    A directory that `attach` does not trust is skipped.  If no server answers in any of them, raises the error for the
+    first one, with what is wrong in the others.
     """
     problems: list[Unavailable | ConfigError] = []
     for place in places:
@@ -235,7 +235,7 @@ def _attach(
         pidfd = linux.open_pidfd(os.getpid())
         try:
             message = msgspec.structs.replace(request, held_locks=locks.held())
-            with contextlib.suppress(BrokenPipeError):  # a refusal that came before can still be received
+            with contextlib.suppress(BrokenPipeError):  # a refusal that arrived before can still be read
                 link.send(msgspec.msgpack.encode(message), [pidfd])
         finally:
             os.close(pidfd)
@@ -254,7 +254,7 @@ def _attach(
         sock.setblocking(False)
         return Attachment(link, reply, request.session, locks, pool_fds[0], pool_fds[1], early=messages[1:])
     except BaseException:
-        sock.close()  # first, so that a server that finds the byte unlocked sees that nobody waits any more
+        sock.close()  # first, so that a server that finds the byte unlocked also finds the connection closed
         if undo_lock is not None:
             locks.unlock(*undo_lock, request.session)
         linux.close_all(pool_fds)
