@@ -107,11 +107,15 @@ def hold_pool(restarts: Restarts, paths: Sequence[str]) -> bool:
     """
     if restarts.keeper_fd < 0:
         return False
-    while select.select([restarts.answers_fd], [], [], 0)[0]:  # to earlier calls
+    from kvstrata.patience import patience  # by the child only (rule 1)
+
+    answers = select.poll()
+    answers.register(restarts.answers_fd, select.POLLIN)
+    while answers.poll(0):  # to earlier calls
         os.read(restarts.answers_fd, 1)
     os.write(restarts.keeper_fd, b"\0".join(map(os.fsencode, paths)) + b"\0\0")
     os.kill(os.getppid(), _POOL_NAMED)
-    return bool(select.select([restarts.answers_fd], [], [], ANSWER_S)[0])
+    return bool(answers.poll(1_000 * patience(ANSWER_S)))
 
 
 def open_standard_descriptors() -> None:
