@@ -149,8 +149,7 @@ class Copies(Numbers):
     """See the module. Belongs to the event loop."""
 
     outcomes = counter(
-        "Copies made ahead of requests: used; late (requested before they arrived); never used in ten minutes; "
-        "failed.",
+        "Copies made ahead of requests: used; late (arrived after the request); unused for ten minutes; failed.",
         "outcome",
         name="copies",
     )

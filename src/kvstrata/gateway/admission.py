@@ -108,8 +108,7 @@ class Admission(Numbers):
         name="queued_bytes",
     )
     waited = histogram(
-        "Time that queued requests waited, from arrival until an engine could take them, they were refused, or their "
-        "client left.",
+        "Time that queued requests waited until an engine could take them, they were refused, or their client left.",
         "tenant",
         name="queue_seconds",
         bounds=LONG_BUCKETS,

@@ -64,9 +64,8 @@ class PartNumbers(Numbers):
         read=lambda self: self._heard("gaps"),
     )
     shared = counter(
-        "Frames `sent` to other gateways, `unsent` because one did not take them, `heard` and `refused`; events "
-        "`untold` because too many waited, and `ignored` because their engine is unknown here or a limit was "
-        "reached.",
+        "Frames `sent` to other gateways, `unsent` (one did not take them), `heard` and `refused`; events `untold` "
+        "(too many waited) and `ignored` (their engine is unknown here, or a limit was reached).",
         "what",
         read=lambda self: self._parts.sharing.counts() if self._parts.sharing is not None else {},
     )

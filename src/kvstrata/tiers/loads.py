@@ -95,9 +95,7 @@ class Gate(Numbers):
     left_bytes = counter(
         "Bytes of records not loaded because the engine was expected to compute them faster."
     )
-    load_ratio = histogram(
-        "Ratio of expected to measured time of loads from this adapter.", bounds=RATIO_BUCKETS
-    )
+    load_ratio = histogram("Ratio of expected to measured load time of this adapter.", bounds=RATIO_BUCKETS)
 
     def __init__(self, slots: int, limit_bytes: int) -> None:
         self._slots = slots

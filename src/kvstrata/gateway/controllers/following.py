@@ -88,12 +88,10 @@ class Following(Numbers):
     """See the module. Belongs to the event loop."""
 
     followed = gauge(
-        "Instances whose contents this gateway follows.",
-        lambda self: len(self._of),
-        name="followed_instances",
+        "Instances that this gateway follows.", lambda self: len(self._of), name="followed_instances"
     )
     in_step = gauge(
-        "Followed instances whose contents the gateway knows exactly.",
+        "Followed instances whose contents are known exactly.",
         lambda self: sum(one.follower.confirmed for one in self._of.values()),
         name="followed_in_step",
     )
