@@ -12,6 +12,8 @@ import ssl
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from kvstrata.patience import patience
+
 CONNECT_S = 2.0
 MAX_HEAD_BYTES = 64 << 10
 
@@ -73,7 +75,7 @@ class Asker:
         if address.tls and self._tls is None:
             self._tls = await asyncio.get_running_loop().run_in_executor(None, ssl.create_default_context)
         try:
-            async with asyncio.timeout(CONNECT_S):
+            async with asyncio.timeout(patience(CONNECT_S)):
                 if address.host.startswith("/"):
                     return await asyncio.open_unix_connection(address.host, limit=MAX_HEAD_BYTES)
                 return await asyncio.open_connection(
@@ -84,7 +86,7 @@ class Asker:
                     server_hostname=(address.name or address.host) if address.tls else None,
                 )
         except TimeoutError:
-            raise Unreachable(f"no connection within {CONNECT_S:g} s") from None
+            raise Unreachable(f"no connection within {patience(CONNECT_S):g} s") from None
         except OSError as error:  # TLS errors too
             raise Unreachable(str(error.strerror or error)) from None
         except UnicodeError as error:

@@ -27,6 +27,7 @@ import msgspec
 from kvstrata.config.gateway_model import Contract
 from kvstrata.gateway.engine_http import Address, Asker, LinkBroken, Unreachable
 from kvstrata.gateway.fleet import ServingEngine
+from kvstrata.patience import patience
 from kvstrata.process.ports import host_and_port
 
 Fields = dict[str, Any]
@@ -93,7 +94,7 @@ class Handover:
     async def _engine_id(self, asker: Asker, bootstrap: Address) -> str | None:
         """The id of the engine, or of its rank; None: it is not told."""
         try:
-            async with asyncio.timeout(TELLS_S):
+            async with asyncio.timeout(patience(TELLS_S)):
                 status, raw = await asker.ask(bootstrap, "GET", "/query", {}, most_bytes=MAX_BYTES)
             found = _engines(raw).get(str(self.prefill.rank or 0)) if status == 200 else None
         except (Unreachable, LinkBroken, TimeoutError, msgspec.DecodeError, UnicodeDecodeError):
