@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.connectors.vllm import own_cache
-from kvstrata.connectors.vllm.own_cache import EngineView, OwnCache, Told
+from kvstrata.connectors.vllm.own_cache import AnnouncedBlocks, EngineView, OwnCache
 from kvstrata.gateway.residency.cache import Cache
 from kvstrata.gateway.residency.sources import Source
 from kvstrata.gateway.residency.zmq_watcher import Feed
@@ -55,9 +55,9 @@ class Engine:
         )
         self.own = OwnCache(view, block_tokens=SIZE, kept_batches=kept)
 
-    def event(self, told: Told) -> Event:
-        self.told += len(told.hashes)
-        return self.stored(told.hashes, told.parent, told.tokens, told.extra_keys, again=True)
+    def event(self, blocks: AnnouncedBlocks) -> Event:
+        self.told += len(blocks.hashes)
+        return self.stored(blocks.hashes, blocks.parent, blocks.tokens, blocks.extra_keys, again=True)
 
     @staticmethod
     def stored(

@@ -41,7 +41,7 @@ from kvstrata.connectors.vllm.engine import (
 )
 from kvstrata.connectors.vllm.groups import CacheGroup, Rule, layer_specs, read_groups, whole_hits
 from kvstrata.connectors.vllm.identity import engine_group, fidelity_of, layout_identity, weights_are_named
-from kvstrata.connectors.vllm.kv_events import EventMaker, extra_keys_of, told_group
+from kvstrata.connectors.vllm.kv_events import EventMaker, announced_group, extra_keys_of
 from kvstrata.connectors.vllm.kv_view import (
     Heads,
     KvView,
@@ -292,7 +292,7 @@ def _read_here(setup: Setup, request_id: str) -> bool:
 def own_cache(setup: Setup, block_pool: Callable[[], Any]) -> OwnCache | None:
     """The re-announcer of vLLM's own cache; None if vLLM publishes no events, or for no group. See BlockPins."""
     events = setup.vllm_config.kv_events_config
-    number = told_group(setup.groups)
+    number = announced_group(setup.groups)
     if events is None or not events.enable_kv_cache_events or events.publisher != "zmq" or number is None:
         return None
     size = next(group.block_tokens for group in setup.groups if group.number == number)

@@ -14,7 +14,7 @@ from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_GPU, BlockRemoved, Blo
 from vllm.v1.core import kv_cache_utils
 
 from kvstrata.connectors.vllm.groups import CacheGroup, Rule
-from kvstrata.connectors.vllm.own_cache import Told
+from kvstrata.connectors.vllm.own_cache import AnnouncedBlocks
 
 
 class BlockStoredAgain(BlockStored, tag="BlockStored"):  # type: ignore[call-arg, misc]
@@ -32,11 +32,11 @@ class EventMaker:
         self._chunk_tokens = groups[0].chunk_tokens
         self._of_stored: dict[str, Any] = {}
         self._of_removed: dict[str, Any] = {}
-        told = told_group(groups)
-        if len(groups) == 1 or told is None:
+        announced = announced_group(groups)
+        if len(groups) == 1 or announced is None:
             return
-        self._of_removed = {"group_idx": told}
-        self._of_stored = {"group_idx": told, "kv_cache_spec_kind": _kind(specs[told])}
+        self._of_removed = {"group_idx": announced}
+        self._of_stored = {"group_idx": announced, "kv_cache_spec_kind": _kind(specs[announced])}
 
     def stored(
         self, tokens: Sequence[int], parent: bytes, keys: Sequence[bytes], request: Any, first_token: int
@@ -55,19 +55,19 @@ class EventMaker:
             **self._of_stored,
         )
 
-    def again(self, told: Told, block_tokens: int) -> BlockStoredAgain:
+    def again(self, announced: AnnouncedBlocks, block_tokens: int) -> BlockStoredAgain:
         """The event that these blocks are in vLLM's own cache."""
-        number, name = told.adapter or (None, None)
-        parent = told.parent
+        number, name = announced.adapter or (None, None)
+        parent = announced.parent
         return BlockStoredAgain(
-            block_hashes=[kv_cache_utils.maybe_convert_block_hash(one) for one in told.hashes],
+            block_hashes=[kv_cache_utils.maybe_convert_block_hash(one) for one in announced.hashes],
             parent_block_hash=None if parent is None else kv_cache_utils.maybe_convert_block_hash(parent),
-            token_ids=told.tokens,
+            token_ids=announced.tokens,
             block_size=block_tokens,
             lora_id=number,
             medium=MEDIUM_GPU,
             lora_name=name,
-            extra_keys=told.extra_keys,
+            extra_keys=announced.extra_keys,
             again=True,
             **self._of_stored,
         )
@@ -77,7 +77,7 @@ class EventMaker:
         return BlockRemoved(block_hashes=list(keys), medium=MEDIUM_CPU, **self._of_removed)
 
 
-def told_group(groups: Sequence[CacheGroup]) -> int | None:
+def announced_group(groups: Sequence[CacheGroup]) -> int | None:
     """The number of the group that events describe; None: no events are sent."""
     return next((group.number for group in groups if group.rule is Rule.PREFIX), None)
 

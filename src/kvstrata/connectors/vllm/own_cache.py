@@ -26,7 +26,7 @@ Adapter = tuple[int, str] | None
 """The number and name of a request's adapter."""
 
 
-class Told(NamedTuple):
+class AnnouncedBlocks(NamedTuple):
     """Consecutive blocks of one chain that are announced together."""
 
     hashes: list[bytes]
@@ -45,8 +45,8 @@ class EngineView(NamedTuple):
     is_cached: Callable[[bytes], bool]
     """Whether vLLM's pool has a block of this hash."""
     extra_keys: Callable[[Any, int, int], list[Any]]
-    """(request, first token, number of blocks) → extra keys of these blocks, as in Told."""
-    event: Callable[[Told], Any]
+    """(request, first token, number of blocks) → extra keys of these blocks, as in AnnouncedBlocks."""
+    event: Callable[[AnnouncedBlocks], Any]
     """Makes the event that announces these blocks."""
     n_blocks: int
     """Number of blocks of vLLM's pool."""
@@ -86,7 +86,7 @@ class OwnCache:
         self._blocks: dict[bytes, _Block] = {}
         self._waiting: deque[_Block] = deque()
         """Blocks not yet announced in this round, by number; void if `_blocks` does not have them."""
-        self._told: deque[_Block] = deque()
+        self._announced: deque[_Block] = deque()
         """Blocks already announced in this round, by number."""
         self._next_number = 0
 
@@ -106,12 +106,12 @@ class OwnCache:
         # Most of that many blocks have left the cache; checking each at its turn removes them.
         crowded = len(self._blocks) > 2 * self._engine.n_blocks
         if not self._waiting and (crowded or self._step >= self._round_end):
-            self._waiting, self._told = self._told, self._waiting
+            self._waiting, self._announced = self._announced, self._waiting
             self._round += 1
             self._round_end = self._step + self._round_steps
         self._look()
         due = STEP_BLOCKS if crowded else -(-len(self._waiting) // max(1, self._round_end - self._step))
-        return [self._engine.event(told) for told in self._tell(min(due, STEP_BLOCKS))]
+        return [self._engine.event(announced) for announced in self._tell(min(due, STEP_BLOCKS))]
 
     # -- finished requests -----------------------------------------------------------------------------------
 
@@ -166,8 +166,8 @@ class OwnCache:
 
     # -- rounds ----------------------------------------------------------------------------------------------
 
-    def _tell(self, turns: int) -> list[Told]:
-        told: list[Told] = []
+    def _tell(self, turns: int) -> list[AnnouncedBlocks]:
+        announced: list[AnnouncedBlocks] = []
         last: bytes | None = None
         for _ in range(min(turns, len(self._waiting))):
             block = self._waiting.popleft()
@@ -176,17 +176,17 @@ class OwnCache:
             if not self._engine.is_cached(block.name) or not self._follows(block):
                 del self._blocks[block.name]
                 continue
-            self._told.append(block)
+            self._announced.append(block)
             if block.round == self._round:
                 continue  # vLLM has announced it in this round
-            if last is None or block.parent != last or block.adapter != told[-1].adapter:
-                told.append(Told([], block.parent, [], [], block.adapter))
-            told[-1].hashes.append(block.name)
-            told[-1].tokens.extend(block.tokens)
-            told[-1].extra_keys.append(block.extra)
+            if last is None or block.parent != last or block.adapter != announced[-1].adapter:
+                announced.append(AnnouncedBlocks([], block.parent, [], [], block.adapter))
+            announced[-1].hashes.append(block.name)
+            announced[-1].tokens.extend(block.tokens)
+            announced[-1].extra_keys.append(block.extra)
             last = block.name
         while len(self._blocks) > 4 * self._engine.n_blocks:
-            oldest = (self._waiting or self._told).popleft()
+            oldest = (self._waiting or self._announced).popleft()
             if self._blocks.get(oldest.name) is oldest:
                 del self._blocks[oldest.name]
-        return told
+        return announced
