@@ -512,7 +512,7 @@ class Link:
         return max(0.0, due_s - now_s)
 
     def _ping_due_s(self) -> float:
-        return self.silence.ping_due_s(self.table.awaited, bool(self._owner.lookups.untold()))
+        return self.silence.ping_due_s(self.table.awaited, bool(self._owner.lookups.pending_reports()))
 
     def _may_send(self, attachment: Attachment) -> bool:
         """Whether requests are sent, not only pings: not to a silent server, nor while the socket's buffer is full."""
@@ -538,15 +538,15 @@ class Link:
             news = None if copies == self._copies_told else copies
             rate = self._owner.loads.rate()
             new_rate = None if rate == self._rate_told else rate
-            told = self._owner.lookups.untold()
-            misses = [one for one in told if isinstance(one, wire.Miss)]
-            hints = [one for one in told if isinstance(one, wire.Hint)]
+            reports = self._owner.lookups.pending_reports()
+            misses = [one for one in reports if isinstance(one, wire.Miss)]
+            hints = [one for one in reports if isinstance(one, wire.Hint)]
             tokens_s = self._owner.prompt_tokens_s
             new_tokens_s = 0.0 if tokens_s == self._tokens_s_told else tokens_s
             ping = wire.Ping(self.table.next_seq(), news, new_rate, misses, hints, new_tokens_s)
             if link.send(wire.encode(ping)):
                 self._copies_told, self._rate_told, self._tokens_s_told = copies, rate, tokens_s
-                self._owner.lookups.told(len(told))
+                self._owner.lookups.drop_reported(len(reports))
             self.silence.pinged(time.monotonic())
 
     def _watch(self, attachment: Attachment) -> None:

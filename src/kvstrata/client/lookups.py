@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 LOOKUP_MARGIN_MS = 10
 """Difference between the caller's deadline and the server's, so that the answer arrives in time."""
-MAX_UNTOLD = 256
+MAX_PENDING_REPORTS = 256
 """Maximum number of misses and hints that wait for a ping; beyond it the oldest are dropped."""
 LEASES_PER_MESSAGE = 1024
 HOLD_S = 0.002
@@ -61,7 +61,7 @@ class Lookups(msgspec.Struct, eq=False):
     revoked: int = 0
     _asking: dict[LookupCall, Pending] = {}
     _untold: deque[tuple[Identity, wire.Miss | wire.Hint]] = msgspec.field(
-        default_factory=lambda: deque(maxlen=MAX_UNTOLD)
+        default_factory=lambda: deque(maxlen=MAX_PENDING_REPORTS)
     )
     _told_of_unknown_reason: bool = False
 
@@ -125,7 +125,7 @@ class Lookups(msgspec.Struct, eq=False):
         """See `CacheClient.hint`."""
         self._link.post(lambda: self._untold.append((identity, wire.Hint(0, last, next_))))
 
-    def untold(self) -> list[wire.Miss | wire.Hint]:
+    def pending_reports(self) -> list[wire.Miss | wire.Hint]:
         """The misses and hints for the next ping, of identities that the server knows, as many as fit into it."""
         news: list[wire.Miss | wire.Hint] = []
         for identity, seen in list(self._untold)[: wire.MAX_MISSES]:
@@ -141,8 +141,8 @@ class Lookups(msgspec.Struct, eq=False):
             news.append(msgspec.structs.replace(seen, identity_id=declared.identity_id))
         return news
 
-    def told(self, count: int) -> None:
-        """Forget the first `count` items of `untold`."""
+    def drop_reported(self, count: int) -> None:
+        """Forget the first `count` items of `pending_reports`."""
         for _ in range(count):
             self._untold.popleft()
 
