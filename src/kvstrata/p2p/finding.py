@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 CONTROLLER_MAX_OPEN_S = 4.0
 """Maximum pause before a controller that did not answer is asked again."""
-MAX_TOLD = 256
+MAX_WARNINGS = 256
 COUNTED = (
     "asked_directory", "recalled", "reads", "read_records", "read_bytes", "read_failures", "unsound_records", "hellos",
     "owners", "owners_skipped", "named_reads", "named_refused",
@@ -57,12 +57,12 @@ class Shared:
         self.work = Work(name)
         self.now_s = clock.monotonic_s
         self.instance_id = instance_id
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
-    def tell_once(self, what: str) -> None:
-        """Log a warning, each text only once, and at most MAX_TOLD texts."""
-        if what not in self._told and len(self._told) < MAX_TOLD:
-            self._told.add(what)
+    def warn_once(self, what: str) -> None:
+        """Log a warning, each text only once, and at most MAX_WARNINGS texts."""
+        if what not in self._warned and len(self._warned) < MAX_WARNINGS:
+            self._warned.add(what)
             log.warning("%s: %s", self.name, what)
 
 
@@ -170,9 +170,9 @@ class Controllers:
                 return reply
             except Unavailable as error:
                 well = False
-                self._shared.tell_once(f"a controller does not say who has chunks: {error}")
+                self._shared.warn_once(f"a controller does not say who has chunks: {error}")
             except ClusterFailure as refused:
-                self._shared.tell_once(f"the controller refuses lookups: {refused}")
+                self._shared.warn_once(f"the controller refuses lookups: {refused}")
             finally:
                 breaker.ended(well, self._shared.now_s())
         return None

@@ -282,7 +282,7 @@ class PeerTier(StorageAdapter, ReadsPeers):
             counts["named_reads" if len(left) < len(items) else "named_refused"] += 1
             if len(left) == len(items):
                 text = f"{owner.instance} sends none of the chunks it was named for; asking others"
-                parts.shared.tell_once(text)
+                parts.shared.warn_once(text)
             items = left
         groups: dict[int, tuple[list[Owner], list[Item]]] = {}
         unknown = []
@@ -372,10 +372,10 @@ class PeerTier(StorageAdapter, ReadsPeers):
         except Unavailable:
             return None, PEER_DEADLINE
         except (ClusterFailure, TransferError) as error:
-            shared.tell_once(f"{owner.instance} cannot be read: {error}")
+            shared.warn_once(f"{owner.instance} cannot be read: {error}")
             return None, PEER_DIFFERS if error.field in ("engine", "seal") else PEER_FAILED
         except (OSError, FrameError) as error:
-            shared.tell_once(f"a connection to {owner.instance} ended: {error}")
+            shared.warn_once(f"a connection to {owner.instance} ended: {error}")
             return None, PEER_GONE
         finally:
             owners.ended(owner.instance, shared.now_s(), well=well)
