@@ -36,7 +36,7 @@ from kvstrata.rpc.wire import Pong, encode
 from kvstrata.server.processes import Process, Use
 from kvstrata.server.requests.promises import Promise, Promises
 
-MAX_TOLD = 1_024
+MAX_NAMED_LEASES = 1_024
 """Maximum number of orphaned or revoked leases in one reply; the others follow when these have ended."""
 MAX_REVOKES = 1_024
 """Maximum number of leases that one lookup may revoke."""
@@ -201,7 +201,7 @@ class Grants:
         return n_leases, len(reservations)
 
     def orphans(self, process: Process) -> list[LeaseId]:
-        """Orphaned leases of which this process holds a share, at most `MAX_TOLD`."""
+        """Orphaned leases of which this process holds a share, at most `MAX_NAMED_LEASES`."""
         if not self._orphans:  # the usual case; every ping calls this
             return []
         held = (
@@ -209,7 +209,7 @@ class Grants:
             for name, lease in self._orphans.items()
             if lease.owner.group is process.group and process.row in lease.rows
         )
-        return sorted(itertools.islice(held, MAX_TOLD))
+        return sorted(itertools.islice(held, MAX_NAMED_LEASES))
 
     def _release_all(self, lease: Lease) -> None:
         self._pool.release(lease.ticket, -1)
@@ -255,13 +255,13 @@ class Grants:
         return n_chosen
 
     def revoked(self, process: Process) -> list[int]:
-        """Lookups of this process whose leases are revoked, oldest first, at most `MAX_TOLD`."""
+        """Lookups of this process whose leases are revoked, oldest first, at most `MAX_NAMED_LEASES`."""
         if not self.n_revoked:
             return []
         asked_back = (
             seq for seq, grant in process.grants.items() if isinstance(grant, Lease) and grant.revoked
         )
-        return list(itertools.islice(asked_back, MAX_TOLD))
+        return list(itertools.islice(asked_back, MAX_NAMED_LEASES))
 
     def validate(self) -> None:
         """Assert the invariants (tests call it after every step)."""
