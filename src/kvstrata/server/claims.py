@@ -220,7 +220,7 @@ class Claims(Numbers):
         if self._kept:
             await self._run(self._expire)
 
-    def doubt(self) -> None:
+    def break_damaged(self) -> None:
         """Break the claims that have lost a record; called when a record was found corrupt or pool events were lost."""
         if not self._doubtful:
             self._doubtful = True

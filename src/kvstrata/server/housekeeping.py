@@ -61,11 +61,11 @@ class PoolEvents:
         pool: Pool,
         explainer: Explainer,
         clock: Clock,
-        doubt: Callable[[], None],
+        records_lost: Callable[[], None],
     ) -> None:
-        """`doubt` is called when a record was found corrupt, and when events were lost."""
+        """`records_lost` is called when a record was found corrupt, and when events were lost."""
         self._pool, self._explainer, self._clock = pool, explainer, clock
-        self._doubt = doubt
+        self._records_lost = records_lost
         self._waiting: collections.deque[tuple[int, bytes]] = collections.deque()
         self._lost = 0
         self._drained = asyncio.Event()
@@ -84,7 +84,7 @@ class PoolEvents:
             if self._pool.events_lost != self._lost:
                 self._lost = self._pool.events_lost
                 self._explainer.events_lost()
-                self._doubt()
+                self._records_lost()
             self._waiting.extend([(kind, key) for kind, key, _ in events])
         if idle and self._waiting:
             self._tell()
@@ -102,7 +102,7 @@ class PoolEvents:
                 explainer.left_l1(key, kind, now_ms)
             elif kind == PoolEvent.CORRUPT:
                 explainer.corrupt(key, now_ms)
-                self._doubt()
+                self._records_lost()
                 self._log.repeated(logging.WARNING, "corrupt", "chunk_corrupt", key=key)
             elif kind == PoolEvent.VERIFIED:
                 self.verified.append(key)

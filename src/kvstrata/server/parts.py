@@ -119,7 +119,7 @@ class Parts:
         self.tails = TailPuts(pool, self.store, tiers, clock, settings.l2.tails_after_s)
         self.prewarms = Prewarms(self)
         self.claims = Claims(self)
-        self.events = PoolEvents(pool, explainer, clock, self.claims.doubt)
+        self.events = PoolEvents(pool, explainer, clock, self.claims.break_damaged)
 
         # Parts that serve processes.
         self.recuts = Recuts(self, self._recut_lane)

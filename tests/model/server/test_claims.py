@@ -87,7 +87,7 @@ class ClaimsMachine(RuleBasedStateMachine):
     def hear(self) -> None:
         """Read the events of the pool, as the instance does at each heartbeat."""
         if any(kind == PoolEvent.CORRUPT for kind, _, _ in self.l1.pool.events()):
-            self.claims.doubt()
+            self.claims.break_damaged()
             self.loop.run_until_complete(self.supervisor.idle())
 
     def damage(self, key: bytes) -> bool:
