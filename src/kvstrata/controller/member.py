@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstrata.controller.orders import Orders
-from kvstrata.rpc.cluster_wire import UNHEARD, Register
+from kvstrata.rpc.cluster_wire import NO_CONDITION, Register
 
 if TYPE_CHECKING:  # with compiled modules, which `kvstrata ctl` does without
     from kvstrata.cluster.follow import Follower
@@ -109,7 +109,7 @@ class Member:
         self.heard_s = now_s
         self.ended_s = 0.0
         """Time of its death."""
-        self.condition = UNHEARD
+        self.condition = NO_CONDITION
         """The last one; kept after its death, since its engines serve without it."""
         self.obeys = (0, 0)
         """The greatest (cluster id, token) that the instance has seen."""

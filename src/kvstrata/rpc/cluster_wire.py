@@ -336,7 +336,7 @@ class Condition(msgspec.Struct, array_like=True, frozen=True):
     """Load rates into its L1 from L2 and from peers, and from L1 into its engines, as far as measured."""
 
 
-UNHEARD = Condition("ready", Load({}, {}, {}, 0, 0, 0, 0), [])
+NO_CONDITION = Condition("ready", Load({}, {}, {}, 0, 0, 0, 0), [])
 """Placeholder for the condition of an instance that has not reported one yet."""
 
 

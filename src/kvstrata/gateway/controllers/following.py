@@ -25,7 +25,7 @@ from kvstrata.patience import patience
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import (
     MAX_HINTS,
-    UNHEARD,
+    NO_CONDITION,
     Changed,
     Changes,
     Condition,
@@ -57,7 +57,7 @@ class Followed(Listener):
         self._now_s, self._news = now_s, news
         self.heard_s = self.confirmed_s = now_s()
         self.hints: deque[Hinted] = deque(maxlen=MAX_HINTS)
-        self.condition = UNHEARD
+        self.condition = NO_CONDITION
 
     @property
     def told(self) -> Register:
