@@ -210,7 +210,7 @@ def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def odd_value(value: Any, path: str = "") -> tuple[str, str, Any] | None:
+def unusable_value(value: Any, path: str = "") -> tuple[str, str, Any] | None:
     """Find the first infinity, not-a-number or text that cannot be used in nested values: (path, demand, value).
 
     YAML and JSON can spell these; no setting accepts them.  Text must suit the locale too, since it may be a path, and
@@ -235,11 +235,11 @@ def odd_value(value: Any, path: str = "") -> tuple[str, str, Any] | None:
         for key, inner in value.items():
             if isinstance(key, str) and SURROGATE.search(key):
                 return path, "must have names of valid Unicode text, without lone surrogates", key
-            if found := odd_value(inner, f"{path}.{key}" if path else str(key)):
+            if found := unusable_value(inner, f"{path}.{key}" if path else str(key)):
                 return found
     elif isinstance(value, list):
         for number, inner in enumerate(value):
-            if found := odd_value(inner, f"{path}[{number}]"):
+            if found := unusable_value(inner, f"{path}[{number}]"):
                 return found
     return None
 
@@ -251,8 +251,8 @@ def convert(
 
     `names`: how the source spells a dotted key.
     """
-    if odd := odd_value(values):
-        path, must, found = odd
+    if unusable := unusable_value(values):
+        path, must, found = unusable
         wrong = [Problem(path, f"{must}, found {found!a:.80}")]
     else:
         values = canonical(struct, values)

@@ -29,7 +29,7 @@ from msgspec import Meta
 
 from kvstrata.config.common_model import Level
 from kvstrata.config.demands import demand, field_types, number_in, problems, unwrapped
-from kvstrata.config.load import odd_value
+from kvstrata.config.load import unusable_value
 from kvstrata.errors import BadRequest
 from kvstrata.observability.logging import current_level, set_level
 from kvstrata.observability.numbers import MEDIA_TYPE
@@ -289,12 +289,12 @@ def _refused(kind: type[msgspec.Struct], value: Any, error: msgspec.ValidationEr
 def _unreadable(text: bytes, error: Exception) -> BadRequest:
     """The error for a body that is no JSON; JSON can spell lone surrogates, which no answer or log line can hold."""
     try:
-        odd = odd_value(json.loads(text))
+        unusable = unusable_value(json.loads(text))
     except (ValueError, RecursionError):
-        odd = None
-    if odd is None:
+        unusable = None
+    if unusable is None:
         return BadRequest(f"body: not JSON: {error}", field="body")
-    field, must, found = odd
+    field, must, found = unusable
     return BadRequest(f"{field or 'body'}: {must}, found {found!a:.80}", field=field)
 
 

@@ -28,7 +28,7 @@ from msgspec import Meta
 
 from kvstrata.config.common_model import says
 from kvstrata.config.demands import nearest
-from kvstrata.config.load import odd_value
+from kvstrata.config.load import unusable_value
 from kvstrata.config.secrets import remember_secrets, scrubbed
 from kvstrata.errors import AllWrong, ConfigError
 from kvstrata.tiers import structs
@@ -241,8 +241,8 @@ def entry_of(entry: str | Mapping[str, Any], path: str) -> Mapping[str, Any]:
         raise ConfigError(
             f'{path}: must be an object with a "type", found {type(entry).__name__}', field=path
         )
-    if odd := odd_value(entry, path):
-        where, must, found = odd
+    if unusable := unusable_value(entry, path):
+        where, must, found = unusable
         raise ConfigError(f"{where}: {must}, found {found!a:.80}", field=where)
     return entry
 
