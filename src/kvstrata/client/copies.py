@@ -110,11 +110,11 @@ class Pages(Protocol):
 
 def device_copies(device: DeviceCopyEngine, pages: Pages) -> DeviceCopies:
     """The message to the server: how blocks on a device are copied, and how much of the pool is pinned for that."""
-    told = pages.stats()
+    stats = pages.stats()
     return DeviceCopies(
         device.engine,
-        int(told.get("pinned_bytes", 0)),
-        str(told.get("pin_refusal", ""))[:MAX_SHORT_TEXT],
+        int(stats.get("pinned_bytes", 0)),
+        str(stats.get("pin_refusal", ""))[:MAX_SHORT_TEXT],
     )
 
 

@@ -333,9 +333,9 @@ class Link:
         self._attachment: Attachment | None = None
         self._events = 0
         """The poll events registered for the connection."""
-        self._copies_told: DeviceCopies | None = None
-        self._rate_told: LoadRate | None = None
-        self._tokens_s_told = 0.0
+        self._reported_copies: DeviceCopies | None = None
+        self._reported_rate: LoadRate | None = None
+        self._reported_tokens_s = 0.0
         self._stop_attaching = threading.Event()
         self._retry_s = ATTACH_RETRY_FIRST_S
         self._attacher: threading.Thread | None = None
@@ -535,17 +535,17 @@ class Link:
                     break
         if self._ping_due_s() <= now_s:
             copies = self._owner.device_copies()
-            news = None if copies == self._copies_told else copies
+            news = None if copies == self._reported_copies else copies
             rate = self._owner.loads.rate()
-            new_rate = None if rate == self._rate_told else rate
+            new_rate = None if rate == self._reported_rate else rate
             reports = self._owner.lookups.pending_reports()
             misses = [one for one in reports if isinstance(one, wire.Miss)]
             hints = [one for one in reports if isinstance(one, wire.Hint)]
             tokens_s = self._owner.prompt_tokens_s
-            new_tokens_s = 0.0 if tokens_s == self._tokens_s_told else tokens_s
+            new_tokens_s = 0.0 if tokens_s == self._reported_tokens_s else tokens_s
             ping = wire.Ping(self.table.next_seq(), news, new_rate, misses, hints, new_tokens_s)
             if link.send(wire.encode(ping)):
-                self._copies_told, self._rate_told, self._tokens_s_told = copies, rate, tokens_s
+                self._reported_copies, self._reported_rate, self._reported_tokens_s = copies, rate, tokens_s
                 self._owner.lookups.drop_reported(len(reports))
             self.silence.pinged(time.monotonic())
 
@@ -691,8 +691,8 @@ class Link:
             self.table.fail_all(Unavailable("the server restarted"), Kind.TELL)
         self._attachment, self.connected = attachment, True
         self.error = ""
-        self._copies_told = self._rate_told = None
-        self._tokens_s_told = 0.0
+        self._reported_copies = self._reported_rate = None
+        self._reported_tokens_s = 0.0
         attachment.close_pool_fds()
         self._watch(attachment)
         self.silence.heard()  # the attach was answered

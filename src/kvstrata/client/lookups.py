@@ -60,10 +60,10 @@ class Lookups(msgspec.Struct, eq=False):
     hit_chunks: int = 0
     revoked: int = 0
     _asking: dict[LookupCall, Pending] = {}
-    _untold: deque[tuple[Identity, wire.Miss | wire.Hint]] = msgspec.field(
+    _pending_reports: deque[tuple[Identity, wire.Miss | wire.Hint]] = msgspec.field(
         default_factory=lambda: deque(maxlen=MAX_PENDING_REPORTS)
     )
-    _told_of_unknown_reason: bool = False
+    _unknown_reason_logged: bool = False
 
     def begin(self, identity: Identity, asked: wire.Lookup, deadline_ms: int | None) -> LookupCall:
         """See `CacheClient.lookup`. `asked` lacks its numbers, and its times are bounded here."""
@@ -119,20 +119,20 @@ class Lookups(msgspec.Struct, eq=False):
             0, request_id[:256], batch.count(chain), batch.nth(chain, absent), chain[-KEY_BYTES:], probe,
             chain[: wire.MAX_MISSED_CHUNKS * KEY_BYTES],
         )  # fmt: skip
-        self._link.post(lambda: self._untold.append((identity, seen)))
+        self._link.post(lambda: self._pending_reports.append((identity, seen)))
 
     def hint(self, identity: Identity, last: bytes, next_: int) -> None:
         """See `CacheClient.hint`."""
-        self._link.post(lambda: self._untold.append((identity, wire.Hint(0, last, next_))))
+        self._link.post(lambda: self._pending_reports.append((identity, wire.Hint(0, last, next_))))
 
     def pending_reports(self) -> list[wire.Miss | wire.Hint]:
         """The misses and hints for the next ping, of identities that the server knows, as many as fit into it."""
         news: list[wire.Miss | wire.Hint] = []
-        for identity, seen in list(self._untold)[: wire.MAX_MISSES]:
+        for identity, seen in list(self._pending_reports)[: wire.MAX_MISSES]:
             try:
                 declared = self._identities.declared(identity)
             except KvstrataError:
-                self._untold.remove(
+                self._pending_reports.remove(
                     (identity, seen)
                 )  # the server refuses the identity, so it cannot count them
                 continue
@@ -144,7 +144,7 @@ class Lookups(msgspec.Struct, eq=False):
     def drop_reported(self, count: int) -> None:
         """Forget the first `count` items of `pending_reports`."""
         for _ in range(count):
-            self._untold.popleft()
+            self._pending_reports.popleft()
 
     def released(self, leases: Sequence[LeaseName]) -> None:
         """Forget the lookups whose leases the server has taken back; `leases` may include other processes' leases."""
@@ -243,8 +243,8 @@ class Lookups(msgspec.Struct, eq=False):
         try:
             return MissReason(word)
         except ValueError:
-            if not self._told_of_unknown_reason:
-                self._told_of_unknown_reason = True
+            if not self._unknown_reason_logged:
+                self._unknown_reason_logged = True
                 log.warning(
                     "a miss has a reason that only the server knows: %.80r; it is counted as %s; install the server's "
                     "version of kvstrata in the engine",
