@@ -203,7 +203,7 @@ class Geometries:
                 of.pop(slices, None)
 
 
-class Wanted(NamedTuple):
+class MissingChunks(NamedTuple):
     """The chunks that a lookup misses: those of `keys` from number `first` on."""
 
     keys: PromptKeys
@@ -289,17 +289,17 @@ class Recuts(Numbers, prefix=""):
         """The plans for an engine with these slices; empty: none of its chunks can be recut."""
         return self._geometries.plans(layout, slices)
 
-    async def make(self, plans: Sequence[Plan], wanted: Wanted, *, of_l2: bool = False) -> int:
-        """Make the wanted chunks that L1 has in another geometry. Returns the number of leading chunks made.
+    async def make(self, plans: Sequence[Plan], missing: MissingChunks, *, of_l2: bool = False) -> int:
+        """Make the missing chunks that L1 has in another geometry. Returns the number of leading chunks made.
 
         `of_l2`: first load the records from L2 into L1, in the first geometry that L2 has.  Cancelling ends the work
         after the current chunk.
         """
-        if of_l2 and not await self._loaded(plans, wanted):
+        if of_l2 and not await self._loaded(plans, missing):
             return 0
         stop = threading.Event()
         try:
-            future = self._lane.run(_make, self._pool, plans, wanted, self._clock, stop)
+            future = self._lane.run(_make, self._pool, plans, missing, self._clock, stop)
         except Refused:
             self.ended["busy"] += 1
             return 0
@@ -325,9 +325,9 @@ class Recuts(Numbers, prefix=""):
                 logging.ERROR, "crashed", "crashed", at=made.crashed, means="the hit is shorter"
             )
 
-    async def _loaded(self, plans: Sequence[Plan], wanted: Wanted) -> bool:
-        """Load from L2 the wanted chunks that it has in another geometry. Returns whether it has any."""
-        keys, first = wanted.keys, wanted.first
+    async def _loaded(self, plans: Sequence[Plan], missing: MissingChunks) -> bool:
+        """Load from L2 the missing chunks that it has in another geometry. Returns whether it has any."""
+        keys, first = missing.keys, missing.first
         for one in plans:
             slices = one.source.slices
             try:
@@ -339,9 +339,9 @@ class Recuts(Numbers, prefix=""):
                 await asyncio.shield(rest),
                 len(one.source.parts),
                 identity=keys.root,
-                tenant=wanted.tenant,
+                tenant=missing.tenant,
                 parent=storage_keys(keys.root, nth(keys.chain, first - 1), slices) if first else b"",
-                deadline_s=wanted.deadline_s,
+                deadline_s=missing.deadline_s,
                 limits=[record_length(sections) for sections in one.recuts[0].source_sections],
             )
             if fetched.n_chunks:
@@ -365,38 +365,40 @@ def _plan(source: Geometry, target: Geometry) -> Plan | CannotRecut:
         return error
 
 
-def _longest(pool: Pool, plans: Sequence[Plan], wanted: Wanted) -> tuple[int, Plan]:
-    """The largest number of wanted chunks that L1 has in any geometry, and that geometry's plan."""
-    chain = part(wanted.keys.chain, wanted.first, wanted.keys.n_chunks)
+def _longest(pool: Pool, plans: Sequence[Plan], missing: MissingChunks) -> tuple[int, Plan]:
+    """The largest number of missing chunks that L1 has in any geometry, and that geometry's plan."""
+    chain = part(missing.keys.chain, missing.first, missing.keys.n_chunks)
     found = []
     for one in plans:
-        keys = storage_keys(wanted.keys.root, chain, one.source.slices)
+        keys = storage_keys(missing.keys.root, chain, one.source.slices)
         found.append((pool.peek(keys, len(one.source.parts)), one))
     return max(found, key=lambda pair: pair[0])
 
 
-def _make(pool: Pool, plans: Sequence[Plan], wanted: Wanted, clock: Clock, stop: threading.Event) -> _Made:
+def _make(
+    pool: Pool, plans: Sequence[Plan], missing: MissingChunks, clock: Clock, stop: threading.Event
+) -> _Made:
     """See `Recuts.make`; on a lane."""
-    n_chunks, chosen = _longest(pool, plans, wanted)
+    n_chunks, chosen = _longest(pool, plans, missing)
     made_bytes = 0
     for number in range(n_chunks):
-        if stop.is_set() or clock.monotonic_s() >= wanted.deadline_s:
+        if stop.is_set() or clock.monotonic_s() >= missing.deadline_s:
             return _Made(number, made_bytes, "late")
         try:
-            made, why = _make_chunk(pool, chosen, wanted, wanted.first + number)
+            made, why = _make_chunk(pool, chosen, missing, missing.first + number)
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             return _Made(number, made_bytes, "crashed", f"{error!r}, {frame.name}:{frame.lineno}")
         if why:
             return _Made(number, made_bytes, why)
         made_bytes += made
-    missed = wanted.keys.n_chunks - wanted.first
+    missed = missing.keys.n_chunks - missing.first
     return _Made(n_chunks, made_bytes, "" if n_chunks == missed else "absent")
 
 
-def _make_chunk(pool: Pool, plan: Plan, wanted: Wanted, number: int) -> tuple[int, str]:
+def _make_chunk(pool: Pool, plan: Plan, missing: MissingChunks, number: int) -> tuple[int, str]:
     """Make all records of one chunk that L1 lacks. Returns their bytes, and a reason code if it failed, else ""."""
-    keys = wanted.keys
+    keys = missing.keys
     sources: list[Hold] = []
     targets: list[_Target] = []
     made = False
@@ -406,7 +408,7 @@ def _make_chunk(pool: Pool, plan: Plan, wanted: Wanted, number: int) -> tuple[in
             if hold is None:
                 return 0, "absent"
             sources.append(hold)
-        if why := _reserve(pool, plan, wanted, number, targets):
+        if why := _reserve(pool, plan, missing, number, targets):
             return 0, why
         places = [(hold.address, hold.length, hold.key) for hold in sources]
         outcome = recut_records(places, [target.place for target in targets])
@@ -436,9 +438,9 @@ class _Target(NamedTuple):
     place: Place
 
 
-def _reserve(pool: Pool, plan: Plan, wanted: Wanted, number: int, targets: list[_Target]) -> str:
+def _reserve(pool: Pool, plan: Plan, missing: MissingChunks, number: int, targets: list[_Target]) -> str:
     """Reserve the records of a chunk that L1 lacks, and add them to `targets`. Returns a reason code if it fails."""
-    keys = wanted.keys
+    keys = missing.keys
     of_chunk = split(storage_keys(keys.root, nth(keys.chain, number), keys.slices))
     parents = [b""] * len(of_chunk)
     if number:
@@ -446,7 +448,7 @@ def _reserve(pool: Pool, plan: Plan, wanted: Wanted, number: int, targets: list[
     digests = split(keys.slices)
     for key, parent, digest, recut in zip(of_chunk, parents, digests, plan.recuts, strict=True):
         length = record_length(recut.target_sections)
-        ticket, (outcome,), _ = pool.reserve(key, parent, length, SERVER_ROW, keys.root, wanted.tenant)
+        ticket, (outcome,), _ = pool.reserve(key, parent, length, SERVER_ROW, keys.root, missing.tenant)
         if outcome == ReserveOutcome.PRESENT:
             continue
         if outcome != ReserveOutcome.RESERVED:

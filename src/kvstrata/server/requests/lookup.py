@@ -40,7 +40,7 @@ from kvstrata.observability.load_line import prompt_work
 from kvstrata.observability.tracing import Span
 from kvstrata.rpc.wire import Hint, Lookup, LookupReply, Miss, Reply, TailSet, check_keys
 from kvstrata.server.processes import DeclaredIdentity, Process
-from kvstrata.server.recuts.recuts import Wanted
+from kvstrata.server.recuts.recuts import MissingChunks
 from kvstrata.server.requests.elsewhere import Elsewhere
 from kvstrata.server.requests.promises import Early, Promised, Waited
 from kvstrata.types import EXTENT, KEY_BYTES, MissReason
@@ -516,8 +516,8 @@ class Lookups:
         plans = self._recuts.plans(group.layout, keys.slices)
         if not plans or held.n_chunks >= asked.n_chunks or self._late(asked):
             return 0
-        wanted = Wanted(keys, held.n_chunks, asked.identity.tenant, asked.deadline_s)
-        return await self._recuts.make(plans, wanted, of_l2=of_l2)
+        missing = MissingChunks(keys, held.n_chunks, asked.identity.tenant, asked.deadline_s)
+        return await self._recuts.make(plans, missing, of_l2=of_l2)
 
     async def _fetch_tail(self, asked: Asked, n_chunks: int) -> bool:
         """Load the preferred tail after `n_chunks` chunks from L2 into L1. Returns whether L1 has one now."""
