@@ -127,7 +127,7 @@ class Member:
         """Whether the directory knows exactly what it holds, as of its last answer."""
         return self.follower is not None and self.follower.confirmed
 
-    def happened(self, event: MemberEvent) -> None:
+    def on_event(self, event: MemberEvent) -> None:
         """Move to the state that the table names."""
         self.state = MOVES[self.state][event]
 

@@ -149,7 +149,7 @@ class Members:
         ):
             restored = known.state is MemberState.RESTORED
             known.told, known.key = told, key
-            known.happened(MemberEvent.REGISTERED)
+            known.on_event(MemberEvent.REGISTERED)
             if restored:
                 known.heard_s = now_s
                 self._outbox.say("came_back", known, incarnation=str(known.incarnation))
@@ -259,14 +259,14 @@ class Members:
     def _forget(self, member: Member, event: MemberEvent, kind: str) -> None:
         if member.state is not MemberState.DEAD:
             self._lose(member)
-        member.happened(event)
+        member.on_event(event)
         del self._by_id[member.id]
         self._by_group.pop(member.group, None)
         self._outbox.say(kind, member)
 
     def _die(self, member: Member, now_s: float) -> None:
         self._lose(member)
-        member.happened(MemberEvent.SILENT)
+        member.on_event(MemberEvent.SILENT)
         member.ended_s = now_s
         self._by_group.pop(member.group, None)
         self._outbox.say("died", member, silent_s=round(now_s - member.heard_s, 1))
@@ -275,7 +275,7 @@ class Members:
             key=lambda one: one.ended_s,
         )
         for old in dead[: max(0, len(dead) - MAX_DEAD)]:
-            old.happened(MemberEvent.CROWDED_OUT)
+            old.on_event(MemberEvent.CROWDED_OUT)
             del self._by_id[old.id]
 
     def _lose(self, member: Member) -> None:
