@@ -263,7 +263,7 @@ def _common(entry: Mapping[str, Any], place: Place) -> CommonFields:
     own = {name: value for name, value in entry.items() if name in COMMON}
     common = structs.read(CommonFields, own, place)
     if common.eviction is not None:
-        place.noted("eviction", "the adapter's own cap evicts the least recently used records")
+        place.log_no_effect("eviction", "the adapter's own cap evicts the least recently used records")
     if common.serde is not None:
         advice = 'write "codec": ["zstd"] or "codec": [{"name": "aes-gcm", "key_file": PATH}]'
         raise place.refused("serde", common.serde, f"it was replaced by codec; {advice}")

@@ -48,7 +48,7 @@ class Place(NamedTuple):
         """The error for a field's value that may be a secret."""
         return ConfigError(f"{self.at(name)}: {must}", field=self.at(name))
 
-    def noted(self, name: str, why: str) -> None:
+    def log_no_effect(self, name: str, why: str) -> None:
         """Log that a field was accepted without effect."""
         log.info("%s: accepted, but has no effect here: %s", self.at(name), why)
 

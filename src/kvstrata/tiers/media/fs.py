@@ -103,7 +103,7 @@ def _prepare(config: FsConfig, place: Place, name: str) -> Make:
     _check_tmp_dir(config.relative_tmp_dir, place)
     for field in ("read_ahead_size", "num_read_workers", "read_max_bytes_in_flight"):
         if getattr(config, field) is not None:
-            place.noted(field, "a record is read in one piece, by the workers of num_workers")
+            place.log_no_effect(field, "a record is read in one piece, by the workers of num_workers")
     size_gb, same_gb = config.capacity_gb, config.max_capacity_gb
     if size_gb is not None and same_gb is not None and size_gb != same_gb:
         raise place.wrong("max_capacity_gb", same_gb, "is another name for capacity_gb; give one of them")
