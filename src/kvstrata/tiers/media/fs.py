@@ -24,7 +24,7 @@ from kvstrata.config.common_model import says
 from kvstrata.native.connector import fs_connector
 from kvstrata.tiers.config import Make, Medium
 from kvstrata.tiers.lanes import Lane
-from kvstrata.tiers.media.shared import NumWorkers, PerOpWorkers, absolute, folder_at, medium_word
+from kvstrata.tiers.media.shared import NumWorkers, PerOpWorkers, absolute, folder_at, medium_name
 from kvstrata.tiers.native_adapter import NativeAdapter
 from kvstrata.tiers.structs import Place
 from kvstrata.types import GB
@@ -65,7 +65,7 @@ class FsAdapter(NativeAdapter):
         )
         super().__init__(capsule, name=name, num_workers=num_workers, per_op_workers=per_op_workers)
         if shared:
-            medium = medium_word("fs", self.base_path.resolve())
+            medium = medium_name("fs", self.base_path.resolve())
             self.capabilities = msgspec.structs.replace(self.capabilities, medium=medium)
 
     def path(self, key: bytes) -> Path:

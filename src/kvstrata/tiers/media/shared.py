@@ -41,7 +41,7 @@ def absolute(path: str, place: Place, name: str) -> str:
     return os.path.abspath(expanded)
 
 
-def medium_word(kind: str, *parts: object, hosts: Iterable[str] = ()) -> str:
+def medium_name(kind: str, *parts: object, hosts: Iterable[str] = ()) -> str:
     """A name of a medium: a digest, equal for equal arguments, that reveals none of them.
 
     `hosts`: the addresses of the medium.  If only this host reaches one of them, or there is none (a directory), the

@@ -45,7 +45,7 @@ from kvstrata.tiers.base import (
 )
 from kvstrata.tiers.lanes import Lane, Lanes
 from kvstrata.tiers.media.mooncake.sdk import check_answers, check_nics, import_store
-from kvstrata.tiers.media.shared import medium_word
+from kvstrata.tiers.media.shared import medium_name
 from kvstrata.tiers.reasons import FULL, QUEUE_FULL, THROTTLED
 from kvstrata.tiers.work import Work
 
@@ -96,7 +96,7 @@ class MooncakeAdapter(StorageAdapter):
         self.capabilities = Capabilities(
             persistent=False,
             shared=True,
-            medium=medium_word(
+            medium=medium_name(
                 "mooncake", hosts=[str(config.setup.get("master_server_addr") or DEFAULT_MASTER)]
             ),
             wants_registered_memory=config.preregister_l1_memory,

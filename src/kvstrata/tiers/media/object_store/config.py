@@ -20,7 +20,7 @@ from kvstrata.config.secrets import scrubbed
 from kvstrata.errors import ConfigError, install
 from kvstrata.patience import patience
 from kvstrata.tiers.config import COMMON, Make, Medium
-from kvstrata.tiers.media.shared import PerOpWorkers, medium_word
+from kvstrata.tiers.media.shared import PerOpWorkers, medium_name
 from kvstrata.tiers.structs import Place
 
 MB = 1 << 20
@@ -106,7 +106,7 @@ def _prepare(config: ObjectStoreConfig, place: Place, name: str) -> Make:
     settings = ObjectStoreSettings(
         url=url,
         connect=connect,
-        medium=medium_word("object_store", url, hosts=(str(endpoint or "the provider's"),)),
+        medium=medium_name("object_store", url, hosts=(str(endpoint or "the provider's"),)),
         multipart_bytes=int(config.multipart_mb * MB),
         part_bytes=int(config.part_mb * MB),
         num_workers=config.num_workers or 4,

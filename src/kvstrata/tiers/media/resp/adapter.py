@@ -56,7 +56,7 @@ from kvstrata.tiers.media.resp.connection import (
 from kvstrata.tiers.media.resp.pipeline import Answer, BadValue, Pipelines
 from kvstrata.tiers.media.resp.replies import fields_of, number_in, reason_of
 from kvstrata.tiers.media.resp.servers import Address, RespServers, Servers
-from kvstrata.tiers.media.shared import medium_word
+from kvstrata.tiers.media.shared import medium_name
 from kvstrata.tiers.reasons import FULL, MISMATCH, QUEUE_FULL, THROTTLED, TOO_LARGE
 from kvstrata.tiers.work import Work
 from kvstrata.types import GB, KEY_BYTES
@@ -87,7 +87,7 @@ class RespAdapter(StorageAdapter):
         self.capabilities = Capabilities(
             persistent=False,
             shared=True,
-            medium=medium_word(
+            medium=medium_name(
                 "resp",
                 config.key_prefix,
                 servers.database,

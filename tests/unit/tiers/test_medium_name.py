@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.tiers.config import make_adapter
-from kvstrata.tiers.media.shared import medium_word
+from kvstrata.tiers.media.shared import medium_name
 
 
 @pytest.mark.parametrize(
@@ -16,13 +16,13 @@ from kvstrata.tiers.media.shared import medium_word
     ["localhost:1", "http://127.0.0.1:1", "[::1]:1", "0.0.0.0:1", ""],
 )
 def test_what_only_this_host_reaches_is_another_medium_on_another_host(host, monkeypatch):
-    here, far = medium_word("a", hosts=[host]), medium_word("a", hosts=["10.0.0.1:1"])
-    folder = medium_word("a", "/kv")
+    here, far = medium_name("a", hosts=[host]), medium_name("a", hosts=["10.0.0.1:1"])
+    folder = medium_name("a", "/kv")
     monkeypatch.setattr(platform, "node", lambda: "other")
-    assert medium_word("a", hosts=[host]) != here
-    assert medium_word("a", "/kv") != folder
-    assert medium_word("a", hosts=["10.0.0.1:1"]) == far
-    assert medium_word("a", hosts=["example.org"]) == medium_word("a", hosts=["example.org"])
+    assert medium_name("a", hosts=[host]) != here
+    assert medium_name("a", "/kv") != folder
+    assert medium_name("a", hosts=["10.0.0.1:1"]) == far
+    assert medium_name("a", hosts=["example.org"]) == medium_name("a", hosts=["example.org"])
 
 
 def word(entry: dict[str, object]) -> str:
