@@ -267,7 +267,7 @@ class TierPuts(Numbers):
         self.outcomes[f"skipped:{reason}"] += 1
         self._skipped(key, str(reason))
 
-    def take_up_unpinned(self) -> None:
+    def retry_unpinned(self) -> None:
         """Queue chunks that did not fit into the backlog, now that the backlog is empty."""
         taken = min(KEYS_PER_TURN, len(self.unpinned))
         left = self._pin([self.unpinned.popitem(last=False)[0] for _ in range(taken)])
@@ -492,7 +492,7 @@ class StoreController(Numbers):
         self._waiting: collections.deque[tuple[bytes, bool]] = collections.deque()
         """Keys, and whether they were touched instead of committed."""
         self._turn_scheduled = False
-        self._takes_up = False
+        self._retries_unpinned = False
         """Whether the next turn of the loop will queue more of the chunks that did not fit into the backlog."""
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -614,21 +614,23 @@ class StoreController(Numbers):
             self._note_progress()
 
     def _is_quiet(self) -> bool:
-        return not (self._waiting or self._takes_up or any(puts.pending for puts in self._puts.values()))
+        return not (
+            self._waiting or self._retries_unpinned or any(puts.pending for puts in self._puts.values())
+        )
 
     def _note_progress(self) -> None:
         if not self._is_quiet():
             return
         unpinned = [puts for puts in self._puts.values() if puts.unpinned and not self._stopping]
         for puts in unpinned:
-            puts.take_up_unpinned()
+            puts.retry_unpinned()
         # Still quiet: all retried chunks had left L1, so retry more in the next turn of the loop.
         if unpinned and self._is_quiet() and any(puts.unpinned for puts in unpinned):
-            self._takes_up = True
+            self._retries_unpinned = True
             asyncio.get_running_loop().call_soon(self._go_on)
         if not unpinned or self._is_quiet():
             self._quiet.set()
 
     def _go_on(self) -> None:
-        self._takes_up = False
+        self._retries_unpinned = False
         self._note_progress()
