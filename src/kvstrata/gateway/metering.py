@@ -188,7 +188,7 @@ async def measured(fleet: Fleet, meters: Meters, contract: Contract) -> Measured
         groups[one.name] = _group(one, apart=apart)
         if knows and at < MAX_RATED:
             line, rate = fleet.decode_rates.line(one.name), fleet.rates.rate(one.name, 0.0)
-            if line.alone_s + line.each_s > 0:
+            if line is not None and line.alone_s + line.each_s > 0:
                 role, url = one.place.role, one.place.url
                 rated.append(RatedEngine(url, groups[one.name], role, rate, line.alone_s, line.each_s))
     sums: dict[tuple[str, int, float, float], list[int]] = {}

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvstrata.gateway.routing.choose import AUTO, TTFT, choose
 from kvstrata.gateway.routing.model import EngineState, Knowledge, Request
-from kvstrata.gateway.routing.rates import FEWEST, MAX_MODELS, Decoded, DecodeRates, Line
+from kvstrata.gateway.routing.queues import Queue
+from kvstrata.gateway.routing.rates import FEWEST, MAX_MODELS, Decoded, DecodeRates, PrefillRates
 from tests.harness.amount import amount
 from tests.property.gateway.test_routing import NOW_S, fleets, knowledges, requests
 
@@ -34,6 +35,7 @@ def test_the_seconds_of_a_token_are_found_whatever_prompts_were_computed_beside(
         rates.observe(engine, "m", Decoded(seconds * draw.uniform(0.97, 1.03), requests, computed), tokens)
     for engine, slow in (("a", 1.0), ("d", 3.0)):
         line = rates.line(engine)
+        assert line is not None
         for requests in (2, 40):
             found = line.alone_s + requests * line.each_s
             assert found == pytest.approx(slow * (alone + requests * each), rel=0.15)
@@ -47,10 +49,11 @@ def test_no_answers_make_a_token_take_less_than_nothing(told):
         rates.observe(engine, model, decoded, tokens)
         line = rates.line(engine)
         assert all(
-            0 <= one < math.inf for one in (*line, *rates.answer_tokens(model), *rates.answer_tokens("x"))
+            0 <= one < math.inf
+            for one in (*(line or ()), *rates.answer_tokens(model), *rates.answer_tokens("x"))
         )
     if len(told) < FEWEST:
-        assert rates.line("a") == Line()
+        assert rates.line("a") is None
 
 
 def test_models_are_bounded_and_a_new_one_is_taken_for_the_others():
@@ -86,6 +89,19 @@ def test_the_holder_of_a_popular_prefix_does_not_get_every_request():
     assert 15 < sent.count("e0") < 40, "its answers would take longer there than the prefix elsewhere"
     # As long as little runs, its prefix decides.
     assert sent[:5] == ["e0"] * 5
+
+
+def test_a_popular_prefix_is_spread_before_any_answer_was_measured():
+    rates, knowledge = DecodeRates(), Knowledge(cached={"e0": 4_000})
+    states = [EngineState(name=f"e{at}", prefill_tokens_s=10_000.0) for at in range(4)]
+    queues = {one.name: Queue(one, PrefillRates(10_000.0)) for one in states}
+    sent = []
+    for number in range(60):
+        request = Request(id="r", tokens=4_060, answer_tokens=rates.answer_tokens("m")[0], sharing=number)
+        queue = queues[choose(request, states, knowledge, float(number), policy=AUTO).engine]
+        queue.first_token(queue.send(60, float(number)), float(number))
+        sent.append(queue.state.name)
+    assert sent[:5] == ["e0"] * 5 and 15 < sent.count("e0") < 40
 
 
 def test_a_long_prompt_goes_where_it_stalls_fewer_answers():

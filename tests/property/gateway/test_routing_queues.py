@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvstrata.gateway.routing.model import EngineState
 from kvstrata.gateway.routing.queues import MOST_SHARE, UNMEASURED, Flight, Queue, Sending
-from kvstrata.gateway.routing.rates import Line, PrefillRates
+from kvstrata.gateway.routing.rates import MOST_FACTOR, Line, PrefillRates
 
 TOKENS = st.integers(0, 50_000)
 STEPS = st.sampled_from([0.0, 0.001, 0.5, 7.0])
@@ -172,6 +172,30 @@ def test_an_engine_that_is_late_is_expected_to_take_as_long_again() -> None:
     assert waits(queue, 999.0) == [0.0]
     queue.send(1_000, 1_000.0)
     assert waits(queue, 1_000.0, 1_001.0, 1_003.0) == [1.0, 0.0, 2.0]
+
+
+def test_an_engine_that_takes_twice_as_long_for_its_first_prompts_counts_as_slow_before_they_are_a_sample() -> (
+    None
+):
+    rates = PrefillRates(1_000.0)
+    for tokens in range(1_000, 3_000, 100):
+        rates.observe("other", tokens, tokens / 1_000, 0)
+    queue = Queue(EngineState(name="a", prefill_tokens_s=1_000.0), rates)
+    first, _, _ = (queue.send(1_000, 0.0) for _ in range(3))
+
+    def rate(now_s: float) -> float:
+        queue.rate(None, 0.0, now_s)
+        return queue.state.prefill_tokens_s
+
+    assert rate(5.5) == pytest.approx(1_000, rel=0.05), "it may have begun with a long step"
+    queue.first_token(first, 8.0)
+    assert rate(12.0) == pytest.approx(250, rel=0.05)
+    queue.state.prefill_tokens_s = 1.0
+    assert rate(12.0) == pytest.approx(250, rel=0.05), "it is found anew each time"
+    assert rate(1e6) == pytest.approx(1_000 / MOST_FACTOR, rel=0.05)
+    spoiled = queue.send(1, 1e6)
+    spoiled.spoil()
+    assert rate(1e6) == pytest.approx(1_000, rel=0.05), "a load takes its own time"
 
 
 def test_nobody_is_late_with_an_answer_that_comes_whole() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.fleet import Fleet, Place
-from kvstrata.gateway.routing.rates import PrefillRates
+from kvstrata.gateway.routing.rates import EACH, PrefillRates
 from tests.harness.amount import amount
 
 SAMPLES = st.lists(
@@ -89,7 +89,11 @@ def test_few_samples_show_an_engine_that_takes_four_times_as_long_and_one_shows_
     for _ in range(3):
         assert rates.rate("slow", 0) == rates.rate("a", 0)
         rates.observe("slow", 1_000, 0.4, 0)
-    assert rates.rate("slow", 0) == pytest.approx(0.25 * rates.rate("a", 0), rel=0.2)
+    rates.observe("together", 3_000, 1.2, 0, prompts=3)
+    for _ in range(EACH - 1):
+        rates.observe("b", 1_000, 0.1, 0)
+    for engine in ("slow", "together"):
+        assert rates.rate(engine, 0) == pytest.approx(0.25 * rates.rate("a", 0), rel=0.2)
 
 
 @given(seen=SAMPLES, wrong=SAMPLES)

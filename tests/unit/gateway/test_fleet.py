@@ -100,7 +100,7 @@ def test_an_engine_has_the_rate_of_the_load_with_which_its_prompts_began_to_wait
                 fleet.rates.observe(name, tokens, tokens * (0.001 + 0.002 * load), load)
     usual = [fleet.rates.rate("a", load) for load in (0, 1, 2)]
     assert usual[0] > 1.5 * usual[1] > 2 * usual[2]
-    first, second, third = (a.queue.send(10, now_s) for _ in range(3))
+    first, second, third = (a.queue.send(1_000, now_s) for _ in range(3))
     now_s = 1.0
     fleet.answers(first)
     now_s = 2.0

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvstrata.gateway.routing.model import NEVER_S, EngineState
-from kvstrata.gateway.routing.rates import Decoded, Fit, Line, PrefillRates, Sample
+from kvstrata.gateway.routing.rates import ASSUMED, Decoded, Fit, Line, PrefillRates, Sample
 
 AT_HAND = 2
 UNMEASURED = 8
@@ -103,7 +103,9 @@ class Period:
             self._observe(self.computed, rates, engine)
 
     def _observe(self, tokens: int, rates: PrefillRates, engine: str) -> None:
-        self.sample = rates.observe(engine, tokens, self.seconds, self.running, whole=self.whole)
+        self.sample = rates.observe(
+            engine, tokens, self.seconds, self.running, prompts=self.first_tokens, whole=self.whole
+        )
 
     def _retract(self) -> None:
         if self.sample is not None:
@@ -167,7 +169,7 @@ class Queue:
 
     def __init__(self, state: EngineState, rates: PrefillRates) -> None:
         self.state, self.rates = state, rates
-        self.line, self.answer_tokens = Line(), 0.0
+        self.line, self.answer_tokens = ASSUMED, 0.0
         """Of all engines' answers, the expected length."""
         self._limits_s = 0.0
         """The sum of the limits of the requests that have one."""
@@ -278,13 +280,21 @@ class Queue:
         requests = (self._requests_s - flight.requests_s) / seconds
         return Decoded(seconds, requests, self._computed_tokens - flight.computed_tokens)
 
-    def rate(self, line: Line, answer_tokens: float, now_s: float) -> None:
-        """Take the rates that were measured by now, these seconds of an answer's token, and answers' mean length."""
+    def rate(self, line: Line | None, answer_tokens: float, now_s: float) -> None:
+        """Take the rates that were measured by now, these seconds of an answer's token, and answers' mean length.
+
+        An engine that has not computed all prompts of the present period in twice the expected time is that slow.
+        """
         # Samples are of the load under which a period began, so a rate under another load would be wrong.
-        running = self.period.running if self.period is not None else self.state.running
+        state, period = self.state, self.period
+        running = period.running if period is not None else state.running
         tokens = self.backlog_tokens(now_s)
-        self.line, self.answer_tokens = line, answer_tokens
-        self.state.prefill_tokens_s = self.rates.rate(self.state.name, running)
+        self.line, self.answer_tokens = line or ASSUMED, answer_tokens
+        state.prefill_tokens_s = self.rates.rate(state.name, running)
+        if period is not None and not (period.spoiled or period.whole):
+            prompts, sent = period.first_tokens + state.waiting, period.expected + state.prefill_tokens
+            seconds = now_s - period.began_s
+            state.prefill_tokens_s /= self.rates.slowness(state.name, prompts, sent, running, seconds)
         self._have(tokens, now_s)
 
     def backlog_tokens(self, now_s: float) -> float:

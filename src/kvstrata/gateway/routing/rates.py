@@ -15,7 +15,7 @@ the last term of answers, the time of prompts computed beside an answer would be
 3. Samples of prompts whose answers are not streamed include the time of the answer.  They count only as long as no
    engine has other samples.
 4. Before the first sample the rate of prompts is `assumed_tokens_s`; until FEWEST answers were observed, the time per
-   token is unknown and decoding costs nothing.
+   token is ASSUMED, and until the first one, a length is ASSUMED_TOKENS.
 5. An answer's expected length is the mean of its model's answers, weighted towards new ones; for a new model, the mean
    of all models.
 """
@@ -36,7 +36,7 @@ FEWEST, MAX_OWN = 16, 64
 EACH = 8
 """So many observations lie between two fits, which take some 0.1 ms."""
 FEW, TWICE = 3, 2.0
-"""So many samples may say that an engine is twice as fast or slow."""
+"""The samples of so many prompts or answers may say that an engine is twice as fast or slow."""
 ALIKE = 1.15
 """A smaller deviation is none."""
 DEVIATIONS = 2.0
@@ -64,6 +64,8 @@ class Sample(NamedTuple):
     factor: float
     """The engine's, when it was observed."""
     number: int
+    prompts: int
+    """So many were timed together."""
 
 
 class Fit:
@@ -85,11 +87,11 @@ class Fit:
         self._stale: set[str] = set()
         """Engines observed since the last fit, after which their factors are found anew: that takes some 50 µs."""
 
-    def observe(self, engine: str, row: tuple[float, ...], seconds: float) -> Sample:
+    def observe(self, engine: str, row: tuple[float, ...], seconds: float, prompts: int = 1) -> Sample:
         """Add an observation of more than 0 seconds."""
         expected = self.seconds(row)
         seconds = max(seconds, expected / MOST_RATIO)
-        sample = Sample(engine, row, seconds, self.factor(engine), self.observed)
+        sample = Sample(engine, row, seconds, self.factor(engine), self.observed, prompts)
         own = self._samples.setdefault(engine, deque(maxlen=MAX_OWN))
         own.append(sample)
         self._samples.move_to_end(engine)
@@ -135,8 +137,10 @@ class Fit:
             if (
                 self.observed >= FEWEST
             ):  # before, the terms follow from few engines, and are no measure of others
-                rows = [(one.seconds, self.seconds(one.row)) for one in self._samples.get(engine, ())]
-                found = _factor([seconds / expected for seconds, expected in rows if expected > 0])
+                own = self._samples.get(engine, ())
+                rows = [(one.seconds, self.seconds(one.row)) for one in own]
+                if sum(one.prompts for one in own) >= FEW:
+                    found = _factor([seconds / expected for seconds, expected in rows if expected > 0])
             if len(self._factors) > 2 * MAX_ENGINES:
                 self._factors.clear()
             self._factors[engine] = found
@@ -171,7 +175,7 @@ class Fit:
 
 
 def _factor(ratios: list[float]) -> float:
-    if len(ratios) < FEW:
+    if not ratios:
         return 1.0
     slower, faster = sum(ratio > 1.0 for ratio in ratios), sum(ratio < 1.0 for ratio in ratios)
     median = statistics.median(ratios)
@@ -210,16 +214,24 @@ class PrefillRates:
         return self._fits[not self._fits[False].observed]
 
     def observe(
-        self, engine: str, tokens: int, seconds: float, running: float, *, whole: bool = False
+        self,
+        engine: str,
+        tokens: int,
+        seconds: float,
+        running: float,
+        *,
+        prompts: int = 1,
+        whole: bool = False,
     ) -> tuple[Fit, Sample] | None:
         """Add a sample, and return what `retract` needs; None if it says nothing: no computed tokens, or no time.
 
-        `running`: requests that ran meanwhile. `whole`: some answer came whole, so the seconds include its own.
+        `running`: requests that ran meanwhile. `prompts`: number of prompts. `whole`: some answer came whole, so the
+        seconds include its own.
         """
         if tokens < 1 or not (math.isfinite(seconds) and seconds > 0):
             return None
         fit = self._fits[whole]
-        return fit, fit.observe(engine, (1.0, running, float(tokens), tokens * running), seconds)
+        return fit, fit.observe(engine, (1.0, running, float(tokens), tokens * running), seconds, prompts)
 
     def forget(self, engine: str) -> None:
         """Drop an engine that has gone or was restarted."""
@@ -237,6 +249,17 @@ class PrefillRates:
         seconds = token_s + each_s * running
         return 1.0 / (seconds * fit.factor(engine)) if seconds > 0 else self._assumed_tokens_s
 
+    def slowness(self, engine: str, prompts: int, tokens: int, running: float, seconds: float) -> float:
+        """How many times slower than expected an engine is that has not computed these prompts yet; 1: perhaps not.
+
+        `tokens`: of all of them. `running`: requests that run beside them. `seconds`: since it got the first.
+        """
+        fit = self._fit
+        if prompts < FEW or fit.observed < FEWEST:
+            return 1.0
+        expected = fit.factor(engine) * fit.seconds((prompts, prompts * running, tokens, tokens * running))
+        return min(seconds / expected, MOST_FACTOR) if seconds >= TWICE * expected > 0 else 1.0
+
 
 class Decoded(NamedTuple):
     """What is known of an answer from its first token to its end."""
@@ -253,6 +276,10 @@ class Line(NamedTuple):
 
     alone_s: float = 0.0
     each_s: float = 0.0
+
+
+ASSUMED, ASSUMED_TOKENS = Line(each_s=2e-4), 256.0
+"""Without it, the engine that has a popular prefix would get every request until the first answers end."""
 
 
 class DecodeRates:
@@ -278,17 +305,17 @@ class DecodeRates:
         """Drop an engine that has gone or was restarted."""
         self._fit.forget(engine)
 
-    def line(self, engine: str) -> Line:
-        """The seconds of a token at an engine."""
+    def line(self, engine: str) -> Line | None:
+        """The seconds of a token at an engine; None: not measured yet."""
         if self._fit.observed < FEWEST:
-            return Line()
+            return None
         factor = self._fit.factor(engine)
         return Line(factor * self._fit.terms[0], factor * self._fit.terms[1])
 
     def answer_tokens(self, model: str = "") -> tuple[float, float]:
-        """The mean length of answers, and their harmonic mean; 0: nothing is known."""
+        """The mean length of answers, and their harmonic mean; 0: nothing is known of it."""
         weight, total, inverse = self._lengths.get(model) or self._lengths.get("", (0.0, 0.0, 0.0))
-        return (total / weight, weight / inverse) if weight else (0.0, 0.0)
+        return (total / weight, weight / inverse) if weight else (ASSUMED_TOKENS, 0.0)
 
 
 def load_path(told: Mapping[Tier, LoadPath], tier: Tier, prefill_tokens_s: float) -> LoadPath:
