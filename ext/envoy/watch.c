@@ -1,8 +1,8 @@
-// The watcher, a dynamic module of Envoy: puts a fragment into a request's body, and marks what its answer tells.
-// gateway/envoy/watch.lua does the same, and tests/integration/gateway/test_watch.py holds both to it.
-// The picker's answer to ext_authz left the request's number and fragment in the metadata.  The marks go into the
-// metadata for the access log (gateway/marks.py reads them); the first token and a stored response's id also go into a
-// pipe, so that the picker knows of them at once.  A full pipe loses lines, and the log tells of them later.
+// The watcher, a dynamic module of Envoy: inserts a fragment into a request's body, and extracts marks (times, tokens,
+// finish reason) from the response.  gateway/envoy/watch.lua does the same; test_watch.py tests both.
+// The picker's ext_authz response has left the request's number and fragment in the metadata.  The marks go into the
+// metadata for the access log, which gateway/marks.py parses; the first token and a stored response's id also go into a
+// pipe, so that the picker gets them at once.  If the pipe is full, a line is lost; the log has the same facts later.
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,7 +10,7 @@
 #include <time.h>
 #include <unistd.h>
 
-// Envoy's ABI v0.2 (source/extensions/dynamic_modules/abi/abi.h), as far as it is used.
+// The part of Envoy's ABI v0.2 (source/extensions/dynamic_modules/abi/abi.h) that this module uses.
 typedef struct {
   const char* ptr;
   size_t length;
@@ -28,11 +28,11 @@ bool CALL(get_metadata_string)(void*, int, Text name, Text key, Text* value);
 void CALL(set_dynamic_metadata_string)(void*, Text name, Text key, Text value);
 
 #define TEXT(literal) ((Text){literal, sizeof(literal) - 1})
-enum { COUNTS = 5, CONTENT = COUNTS, FAILURE, OTHER, ID, REASON, TYPE };  // from ID on: the text is kept
+enum { COUNTS = 5, CONTENT = COUNTS, FAILURE, OTHER, ID, REASON, TYPE };  // from ID on: the value's text is kept
 enum { MAX_KEY = 30, MAX_TEXT = 140 };
 #define IS(kind, literal) {kind, {literal, sizeof(literal) - 1}}
 static const struct {
-  int kind;  // below COUNTS: a number of tokens
+  int kind;  // below COUNTS: the value is a number of tokens
   Text key;
 } KEYS[] = {
     IS(0, "prompt_tokens"), IS(0, "input_tokens"), IS(1, "cached_tokens"), IS(2, "completion_tokens"),
@@ -43,10 +43,10 @@ static const struct {
 };
 
 typedef struct {
-  enum { OUT, KEY, KEY_ESCAPE, AFTER, VALUE, NUMBER, STRING, STRING_ESCAPE } state;  // in the JSON of the answer
+  enum { OUT, KEY, KEY_ESCAPE, AFTER, VALUE, NUMBER, STRING, STRING_ESCAPE } state;  // of the scan of the JSON
   bool inserts, watches, stream, ended, failed;
   int pipe, kind, length;
-  char key[MAX_KEY], id[MAX_TEXT + 1], reason[MAX_TEXT + 1];  // of a stored response; why the answer ended
+  char key[MAX_KEY], id[MAX_TEXT + 1], reason[MAX_TEXT + 1];  // id: of the stored response; reason: finish reason
   size_t size;
   long events, number, counts[COUNTS];
   double first_s, last_s;
@@ -86,13 +86,13 @@ static void in_string(Watch* self, void* envoy, char c) {
   if (!self->size++ && self->kind == CONTENT) content(self, envoy);
   if (self->kind < ID) return;
   char* text = self->kind == ID ? self->id : self->reason;
-  if (self->size == 1 && text[0]) self->kind = OTHER;  // the first one counts
+  if (self->size == 1 && text[0]) self->kind = OTHER;  // keep the first value
   else if (self->size <= MAX_TEXT) text[self->size - 1] = c > ' ' && c < 127 && c != ',' ? c : '_', text[self->size] = 0;
 }
 
 static void scan(Watch* self, void* envoy, const char* here, size_t length) {
   for (const char* end = here + length; here < end; here++) {
-    if (self->state == STRING && self->size && self->kind < ID)  // what is left of a text says nothing
+    if (self->state == STRING && self->size && self->kind < ID)  // skip the rest of a string that is not kept
       while (here + 1 < end && *here != '"' && *here != '\\' && *here != '\n') here++;
     const char c = *here;
     const bool blank = c == ' ' || c == '\t' || c == '\r' || c == '\n', digit = c >= '0' && c <= '9';
@@ -100,7 +100,7 @@ static void scan(Watch* self, void* envoy, const char* here, size_t length) {
       self->state = KEY, self->length = 0;
     } else if (self->state == KEY) {
       if (c == '"') self->state = AFTER;
-      else if (c == '\n') self->state = OUT;  // no JSON string holds one: a stream of events begins anew here
+      else if (c == '\n') self->state = OUT;  // not allowed in a JSON string: resynchronize at the next event
       else if (c == '\\') self->state = KEY_ESCAPE, self->length = MAX_KEY;
       else if (self->length < MAX_KEY) self->key[self->length++] = c;
     } else if (self->state == AFTER && !blank) {
@@ -164,7 +164,7 @@ int ON(request_body)(void* envoy, Watch* self, bool ends) {
   size_t count = CALL(get_body_chunks_size)(envoy, REQUEST_BODY), size = 0, done = 0;
   if (!self->inserts || !count || !left_by_picker(envoy, TEXT("x-kv-fragment"), &fragment)) return CONTINUE;
   Text* pieces = malloc(count * sizeof(Text));
-  if (!pieces) abort();  // no body passes without its fragment, which may name its tenant
+  if (!pieces) abort();  // never forward a body without its fragment, which may name the tenant
   CALL(get_body_chunks)(envoy, REQUEST_BODY, pieces);
   for (size_t i = 0; i < count; i++) size += pieces[i].length;
   char *body = malloc(size + 1), *brace;
@@ -210,7 +210,7 @@ void ON(stream_complete)(void* envoy, Watch* self) {  // before the access log
   CALL(set_dynamic_metadata_string)(envoy, TEXT("kv"), TEXT("marks"), (Text){marks, length});
 }
 
-// Envoy wants these to exist, and has no reason to call them but for the last two.
+// Envoy requires these symbols, but calls only the last two.
 #define NOTHING(name) void ON(name)(void) {}
 #define PARTS(name) NOTHING(name##_headers) NOTHING(name##_data) NOTHING(name##_trailers) NOTHING(name##_complete)
 PARTS(http_stream) NOTHING(http_stream_reset) NOTHING(http_callout_done) NOTHING(scheduled)

@@ -13,7 +13,7 @@ from kvstrata.config.common_model import HTTP_HOST, NAME, ListenSettings, LogFor
 
 
 class GatewayHttpSettings(ListenSettings, frozen=True, kw_only=True):
-    """Settings of the port that clients use instead of an engine's."""
+    """Settings of the HTTP port to which clients send their requests."""
 
     host: Annotated[str, says(HTTP_HOST, min_length=1)] = "127.0.0.1"
     port: Annotated[int, says("Port; 0 takes a free one.", ge=0, le=65_535)] = 8090
@@ -23,7 +23,7 @@ class GatewayHttpSettings(ListenSettings, frozen=True, kw_only=True):
 
 
 class SloSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A class of service: what a request must reach to count as good. 0: any time is good."""
+    """A class of service: the latency limits of its requests. 0: no limit."""
 
     name: Annotated[str, says("Name of the class.", pattern=r"^[A-Za-z0-9._-]{1,64}$", demand=NAME)]
     ttft_ms: Annotated[float, says("Longest time to the first token, in milliseconds.", ge=0, le=86_400_000)] = 0.0
@@ -36,39 +36,39 @@ class SloSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class GatewayTenantSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tenant, known by its API key."""
+    """A tenant, identified by its API key."""
 
     name: Annotated[str, says("Name of the tenant.", pattern=r"^[A-Za-z0-9._-]{1,64}$", demand=NAME)]
     key_file: Annotated[str, says(
         "File with the API key that clients send as `Authorization: Bearer KEY`, readable by its owner only.",
         min_length=1)]
     requests_per_s: Annotated[float, says(
-        "Requests a second on average; more get 429. 0: any number.", ge=0, le=1_000_000)] = 0.0
+        "Maximum average number of requests a second; further ones get 429. 0: no limit.", ge=0, le=1_000_000)] = 0.0
     burst: Annotated[int, says(
-        "Requests that may come at once before `requests_per_s` holds.", ge=1, le=1_000_000)] = 10
+        "Requests that may arrive at once before `requests_per_s` applies.", ge=1, le=1_000_000)] = 10
     max_in_flight: Annotated[int, says(
-        "Requests under way at a time; more get 429. 0: any number.", ge=0, le=1_000_000)] = 0
+        "Maximum number of requests under way; further ones get 429. 0: no limit.", ge=0, le=1_000_000)] = 0
     tokens_per_s: Annotated[float, says(
-        "Tokens a second on average, of prompts and answers together; more get 429. 0: any number.",
-        ge=0, le=1e9)] = 0.0
+        "Maximum average number of tokens a second, prompts and answers together; further requests get 429. 0: no "
+        "limit.", ge=0, le=1e9)] = 0.0
     tokens_burst: Annotated[int, says(
-        "Tokens that may be used at once before `tokens_per_s` holds. A request that takes more comes in when nothing "
-        "else is used.", ge=1, le=1_000_000_000)] = 100_000
+        "Tokens that may be used at once before `tokens_per_s` applies. A larger request is let in when all earlier "
+        "use has drained.", ge=1, le=1_000_000_000)] = 100_000
     kv_tenant: Annotated[str, says(
-        "Name under which the engines store and look up this tenant's KV, apart from others' (`kvstrata.tenant` and "
-        "`cache_salt` of its requests); empty: it shares the engines' own.", max_length=256,
+        "Name that keeps this tenant's KV apart from others' in the engines and their caches (`kvstrata.tenant` and "
+        "`cache_salt` of its requests); empty: the tenant shares the engines' KV.", max_length=256,
         pattern=r"^[A-Za-z0-9._-]*$", demand=NAME)] = ""
-    slo: Annotated[str, says("Class of service of requests without a header `X-SLO-Class`; empty: none.")] = ""
+    slo: Annotated[str, says("Class of service of requests without the header `X-SLO-Class`; empty: none.")] = ""
     weight: Annotated[float, says(
-        "Share of the engines' work beside other tenants' while requests wait (`queue`): twice the weight gets twice "
-        "the tokens.", gt=0, le=1_000)] = 1.0
+        "Share of the engines' work while requests wait (`queue`): a tenant with twice the weight gets twice the "
+        "tokens.", gt=0, le=1_000)] = 1.0
     max_priority: Annotated[int, says(
-        "Highest priority among its own requests that one may claim by the header `X-Priority`, whose steps each "
-        "count as an arrival 1 s earlier; more counts as this.", ge=0, le=1_000)] = 0
+        "Highest priority that a request may set by the header `X-Priority`; higher values count as this one. Each "
+        "step moves the request 1 s ahead among its tenant's waiting requests.", ge=0, le=1_000)] = 0
 
 
 class QueueSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Requests wait in the gateway while every engine that could serve them has enough to do."""
+    """The gateway's queue: requests wait in it while every engine that could serve them has enough work."""
 
     ahead_s: Annotated[float, says(
         "Work sent to an engine in advance, in seconds of prompt computation, at least two prompts. A larger value "
@@ -79,7 +79,7 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class TimeoutSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long a request may stand still."""
+    """Limits on the time in which a request makes no progress."""
 
     silence_s: Annotated[float, says(
         "Maximum time without a byte from a client or its engine, in seconds: until the first token, between two "
@@ -87,16 +87,16 @@ class TimeoutSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the gateway knows which engines serve."""
+    """How the gateway finds out which engines serve requests."""
 
     probe_s: Annotated[float, says(
         "Time between two probes of an engine (/health, /v1/models), in seconds.", ge=0.05, le=3_600)] = 5.0
     timeout_s: Annotated[float, says(
-        "Time for the answer to a probe, in seconds.", limit=True, gt=0, le=3_600)] = 3.0
+        "Maximum time for the answer to a probe, in seconds.", limit=True, gt=0, le=3_600)] = 3.0
 
 
 class PickerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The gRPC port on which an Envoy of one's own asks which engine gets a request (`ext_proc`)."""
+    """The gRPC port (`ext_proc`) on which an Envoy that you operate asks which engine gets a request."""
 
     listen: Annotated[Place, says(
         "HOST:PORT of the port, such as 127.0.0.1:9002; port 0 takes a free one. Empty: no port. Needs the extra "
@@ -107,8 +107,8 @@ class PickerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tls_cert_file: Annotated[str, says("File with the port's certificate chain (PEM); empty: no TLS.")] = ""
     tls_key_file: Annotated[str, says("File with the certificate's key (PEM).")] = ""
     tls_ca_file: Annotated[str, says(
-        "File with the CA certificates (PEM) for Envoy's certificate; clients without a certificate from them are "
-        "refused. Empty: everybody who reaches the port may use it.")] = ""
+        "File with the CA certificates (PEM) that must have signed Envoy's certificate; other clients are refused. "
+        "Empty: everybody who reaches the port may use it.")] = ""
 
 
 class TokenizerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -147,7 +147,7 @@ OtherGateway = Annotated[
 
 
 class SharingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What gateways before the same engines tell each other."""
+    """What gateways in front of the same engines share with each other."""
 
     gateways: Annotated[list[OtherGateway], says(
         "Ports of the other gateways in front of the same engines, as `HOST:PORT`; `dns+NAME:PORT` stands for all "
@@ -156,8 +156,8 @@ class SharingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     listen: Annotated[Place, says(
         "HOST:PORT on which this gateway listens for the others; empty: gateways share nothing.")] = ""
     curve_file: Annotated[str, says(
-        "File with the line `secret KEY`, the same for all gateways, readable by its owner only. Empty: the key that "
-        "this user's processes on this host share.")] = ""
+        "File with the line `secret KEY`, the same for all gateways, readable by its owner only. Empty: the key shared "
+        "by this user's processes on this host.")] = ""
 
 
 ControllerUrl = Annotated[
@@ -171,14 +171,14 @@ ControllerUrl = Annotated[
 
 
 class GatewayControllersSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The cluster's controllers, which tell of its instances; the gateway follows what these hold itself."""
+    """The cluster's controllers, which list its instances; the gateway itself follows what each instance holds."""
 
     urls: Annotated[list[ControllerUrl], says(
         "Ports of all controllers of the cluster, as `tcp://HOST:8400`. The gateway gets the list of instances from "
         "them (`policy: auto` or `ttft`).", max_length=8)] = []
     curve_file: Annotated[str, says(
-        "File with this gateway's CURVE keys, as `kvstrata cluster add --gateway NAME` makes it. Empty: the key that "
-        "this user's processes on this host share.")] = ""
+        "File with this gateway's CURVE keys, written by `kvstrata cluster add --gateway NAME`. Empty: the key shared "
+        "by this user's processes on this host.")] = ""
     insecure: Annotated[bool, says("The controllers were started with `--insecure` and have no keys.")] = False
     name: Annotated[str, says(
         "Name of this gateway at the controllers; empty: HOSTNAME-PORT.",
@@ -222,11 +222,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         "What the engine does where requests are split (`split`): `prefill` computes prompts for others, and answers "
         "only if no other engine can; `decode` answers, and computes no prompts for others.")] = "both"
     bootstrap: Annotated[Place, says(
-        "HOST:PORT where the engine's MooncakeConnector tells its id (`VLLM_MOONCAKE_BOOTSTRAP_PORT`), for `split: "
+        "HOST:PORT where the engine's MooncakeConnector reports its id (`VLLM_MOONCAKE_BOOTSTRAP_PORT`), for `split: "
         "mooncake`; the engines that answer must reach it too. Empty: port 8998 of the engine's host.")] = ""
     user: Annotated[str, says(
-        "User, by name or number, whose process the engine is, if it listens on a loopback address or a unix socket, "
-        "and is neither root's nor of the gateway's own user. Processes of others there get no requests.",
+        "User, by name or number, that runs an engine on a loopback address or a unix socket, if it is neither root "
+        "nor the gateway's own user. A process of any other user there gets no requests.",
         pattern=r"^([A-Za-z0-9_][A-Za-z0-9._-]{0,63})?$", demand="must be a user's name or number")] = ""
 
 
@@ -248,10 +248,10 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 class EnginesFrom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where engines come from beside `engines`."""
+    """Sources of engines besides `engines`."""
 
     kubernetes: Annotated[KubernetesSettings | None, says(
-        "A Kubernetes service; empty: Kubernetes is not asked.")] = None
+        "A Kubernetes service whose endpoints are engines; empty: none.")] = None
 
 
 Contract = Literal["", "kvstrata", "nixl", "mooncake"]
@@ -299,5 +299,5 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def predicts(self) -> bool:
-        """Whether the policy goes by what engines have cached, and by how fast they are."""
+        """Whether the policy predicts times from the engines' cached prefixes and measured rates."""
         return self.policy in ("auto", "ttft")

@@ -24,15 +24,15 @@ Document = dict[str, Any]
 
 @dataclass(slots=True)
 class Admin:
-    """What the operations use of one gateway."""
+    """The parts of one gateway that the operations use."""
 
     parts: Parts
     status: Callable[[], Document]
     page: Callable[[], bytes]
-    """Makes /metrics."""
+    """Returns the body of /metrics."""
 
     def readiness(self) -> tuple[bool, str]:
-        """Whether requests are served, and why not."""
+        """Whether requests are served, and if not, the reason."""
         return self.parts.readiness()
 
 
@@ -41,13 +41,13 @@ class Decision(msgspec.Struct):
 
     request: Annotated[str, Meta(description="Id of the request, as `decisions` prints it.")]
     number: Annotated[
-        int, Meta(ge=0, description="Which one, of a request that was sent again; 0: the last.")
+        int, Meta(ge=0, description="Number of the decision, for a request sent more than once; 0: its last.")
     ] = 0
 
 
 @operation("GET", "/gateway/status", ctl="status")
 def status(app: Admin) -> Document:
-    """Engines, tenants, queue and what is known of other processes, at a glance."""
+    """Engines, tenants, queue, other gateways and controllers at a glance."""
     return app.status()
 
 
@@ -59,11 +59,11 @@ def decisions(app: Admin) -> Document:
 
 @operation("GET", "/gateway/decisions/{request:path}", ctl="decision")
 def decision(app: Admin, ask: Decision) -> Document:
-    """Why a request went where it did: all that it was decided from, and the same decision made again."""
+    """Explain a request's routing: all inputs of its decision, and the same decision replayed from them."""
     found: Document | None = app.parts.choosing.decisions.again(ask.request, ask.number)
     if found is None:
         raise NotFound(
-            f"request: the decision for {ask.request!a:.200} is not among the last that were kept",
+            f"request: no decision for {ask.request!a:.200} is kept; see the ids in `decisions`",
             field="request",
         )
     return found

@@ -9,20 +9,20 @@ Requests wait here, not at the engines, once every engine that could serve them 
 tenants, and within a tenant it follows `order_s`: the deadline of the class of service (PATIENCE_S after the arrival if
 the class has none), less `PRIORITY_S` for each step of the request's priority.
 
-    tag of a tenant = max(virtual time, tokens that it was served by, divided by its weight)
+    tag of a tenant = max(virtual time, the tenant's finish time);  finish time += tokens / weight at each dispatch
 
-The tenant with the lowest tag is next; a request that is sent on sets the virtual time to its tenant's tag, and adds
-its tokens by weight to that (start-time fair queueing, Goyal, Vin and Cheng 1996).  So tenants whose requests wait get
-tokens in proportion to their weights, and a tenant without waiting requests for a while is next when one arrives, but
-gets no credit for the time before.
+The tenant with the lowest tag is next; a dispatched request sets the virtual time to its tenant's tag, and the tenant's
+finish time to that plus its tokens divided by the weight (start-time fair queueing, Goyal, Vin and Cheng 1996).  So
+tenants whose requests wait get tokens in proportion to their weights, and a tenant that was idle for a while is next
+when a request of it arrives, but gets no credit for the idle time.
 
-1. No request waits while an engine that could serve it has room.  Requests whose engines have none are passed over.
-2. A request whose class sheds is refused once it cannot meet its deadline any more: by the choice when it is its turn,
-   and at the deadline.  If its class does not shed, it is then ordered as if it had no class, so that it does not delay
-   requests that can still meet their deadlines.
-3. Every `order_s` is fixed but for that one change, so each request's turn comes.
-4. At most `max_requests` wait, with bodies of MAX_BYTES.  Beyond that the tenant that takes most by its weight loses
-   the request that would be served last.
+1. No request waits while an engine that could serve it has room.  Requests whose engines have no room are passed over.
+2. A request whose class sheds is refused as soon as it cannot meet its deadline any more: at its turn, by the predicted
+   time, and at the deadline itself.  A request whose class does not shed is then ordered as if it had no class, so that
+   it does not delay requests that can still meet their deadlines.
+3. Every `order_s` is fixed but for that one change, so no request starves.
+4. At most `max_requests` requests wait, with MAX_BYTES of bodies in total.  Beyond that the tenant with the largest
+   share for its weight loses the request that would be served last.
 5. First tokens, ends of requests, changes of engines and new settings trigger the dequeue; nothing polls.
 """
 
@@ -44,31 +44,30 @@ if TYPE_CHECKING:
     from kvstrata.gateway.request import Request
 
 PATIENCE_S = 10.0
-"""Requests without a class of service, and those that have missed its `ttft_ms`, are ordered as if their first token
-were due so long after their arrival."""
+"""Time from arrival to deadline, for the order only, of requests without a class of service or past its `ttft_ms`."""
 PRIORITY_S = 1.0
-"""A step of priority counts as an arrival so many seconds earlier."""
+"""Time by which each step of priority moves a request ahead in the order."""
 QUEUE_FULL = "queue_full"
 GONE = Failure(499, "cancelled", "the client has gone")
 MAX_BYTES = 256 << 20
-"""Bodies of all waiting requests."""
+"""Maximum total bytes of waiting requests' bodies."""
 
 Lane = tuple[str, frozenset[ServingEngine]]
-"""A model, and the engines that may not serve the request."""
+"""Requests with the same candidates: the model's name, and the engines that may not serve the request."""
 
 
 def _order(request: Request) -> tuple[float, int]:
-    """The lowest of a lane is next."""
+    """Sort key of a lane; the request with the lowest key is next."""
     return request.order_s, request.number
 
 
 class Flow:
-    """What waits of one tenant."""
+    """The waiting requests of one tenant."""
 
     def __init__(self) -> None:
         self.weight = 1.0
         self.lanes: dict[Lane, list[Request]] = {}
-        """In order; none is empty."""
+        """Each lane is sorted by `_order`, and not empty."""
         self.count = self.size_bytes = self.tokens = 0
 
     def push(self, request: Request) -> None:
@@ -78,7 +77,7 @@ class Flow:
         self._count(request, 1)
 
     def remove(self, request: Request) -> None:
-        """Take a request out, which is here."""
+        """Remove a request that is in this flow."""
         lane = self.lanes[_lane(request)]
         del lane[bisect.bisect_left(lane, _order(request), key=_order)]
         if not lane:
@@ -94,7 +93,7 @@ class Flow:
 class Admission(Numbers):
     """See the module. Belongs to the event loop.
 
-    Whoever enters a request must take what it `found`, or `leave`.
+    A caller of `enter` must take the decision from `request.found`, or call `leave`.
     """
 
     queued = gauge(
@@ -122,32 +121,32 @@ class Admission(Numbers):
         now_s: Callable[[], float],
         later: Callable[[float, Callable[[], None]], Any],
     ) -> None:
-        """`later` calls something after so many seconds, and returns what can `cancel` that."""
+        """`later` calls a function after a number of seconds, and returns a handle with `cancel`."""
         self._settings = settings
         self._choosing = choosing
         self._fleet = fleet
         self._now_s = now_s
         self._later = later
         self.flows: dict[str, Flow] = {}
-        """By tenant; none is empty."""
+        """By tenant; no flow is empty."""
         self._virtual = 0.0
         self._served: dict[str, float] = {}
-        """By tenant, where it is above the virtual time."""
+        """Finish time by tenant; missing: not above the virtual time."""
         self._timer: Any = None
         choosing.freed = fleet.changed = self.pump
 
     def __len__(self) -> int:
-        """Return the number of requests that wait."""
+        """Return the number of waiting requests."""
         return sum(flow.count for flow in self.flows.values())
 
     def set(self, settings: QueueSettings) -> None:
-        """Go by other settings."""
+        """Apply new settings."""
         self._settings = settings
         self._trim()
         self.pump()
 
     async def admitted(self, request: Request) -> Choice | Failure:
-        """The engine for a request, reserved for it, or why there is none. When cancelled, nothing stays reserved."""
+        """Wait for the decision: a reserved choice, or the refusal. When cancelled, nothing stays reserved."""
         self.enter(request)
         if request.found is None:
             told = asyncio.Event()
@@ -161,7 +160,7 @@ class Admission(Numbers):
         return request.found
 
     def page(self) -> dict[str, Any]:
-        """What waits, for operators."""
+        """The queue's state for the status page."""
         flows = self.flows.items()
         return {
             "enabled": bool(self._settings.max_requests),
@@ -173,7 +172,7 @@ class Admission(Numbers):
     # -- what happens ------------------------------------------------------------------------------------------
 
     def enter(self, request: Request) -> None:
-        """A request has arrived, and was read: it is decided at once, or waits."""
+        """Decide a request that has arrived and was parsed, or queue it."""
         if not self._settings.max_requests or (request.wanted is not None and request.wanted.made_by):
             self._decide(request, waited=False)
             return
@@ -190,7 +189,7 @@ class Admission(Numbers):
             self._set_timer()
 
     def leave(self, request: Request) -> None:
-        """The client has gone, or nobody takes the choice."""
+        """Withdraw a request: its client has gone, or its choice is not used."""
         found = request.found
         if found is None:
             self._remove(request)
@@ -200,20 +199,20 @@ class Admission(Numbers):
             self._choosing.ended(found, answered=False)
 
     def pump(self) -> None:
-        """Admit what there is room for."""
+        """Decide waiting requests, in order, while an engine has room for them."""
         while (request := self._first()) is not None:
             self._remove(request)
             self._decide(request, waited=True)
         self._set_timer()
 
     def deadline_s(self, request: Request) -> float:
-        """When the first token of a request is due."""
+        """Time at which the first token of a request is due."""
         slo = self._choosing.slo_of(request)
         due_s = slo.ttft_ms / 1_000 if slo is not None and slo.ttft_ms else PATIENCE_S
         return request.arrived_s + due_s
 
     def _expire(self, request: Request) -> None:
-        """The deadline of a request has passed."""
+        """Handle the deadline of a request that still waits."""
         if request.found is None and not request.late:
             self._remove(request)
             self._miss(request, self._now_s() - self.deadline_s(request))
@@ -233,7 +232,7 @@ class Admission(Numbers):
         return max(self._virtual, self._served.get(tenant, 0.0))
 
     def _first(self) -> Request | None:
-        """The next request of those for which an engine has room; it stays where it is."""
+        """The next request for which an engine has room, without removing it; None: there is none."""
         has_room: dict[Lane, bool] = {}
         heads: list[tuple[float, tuple[float, int], Request]] = []
         for tenant, flow in self.flows.items():
@@ -251,7 +250,7 @@ class Admission(Numbers):
             self._served = {name: tag for name, tag in self._served.items() if tag > self._virtual}
 
     def _trim(self) -> None:
-        """Refuse what waits beyond the bounds."""
+        """Refuse requests until the queue is within its limits."""
         most = self._settings.max_requests or math.inf
         while len(self) > most or self.size_bytes > MAX_BYTES:
             heaviest = max(
@@ -265,7 +264,7 @@ class Admission(Numbers):
     # -- decisions ---------------------------------------------------------------------------------------------
 
     def _has_room(self, lane: Lane) -> bool:
-        """Whether an engine of a lane has room, or none serves, which is an answer too."""
+        """Whether requests of a lane can be decided: an engine has room, or no engine serves (a refusal)."""
         serving = self._choosing.candidates(*lane)
         if not self._settings.max_requests or not serving:
             return True
@@ -274,7 +273,7 @@ class Admission(Numbers):
         return any(one.queue.has_room(ahead_s, now_s, measured=measured) for one in serving)
 
     def _decide(self, request: Request, *, waited: bool) -> None:
-        """Admit a request that is not in the line, refuse it, or put it back as late."""
+        """Admit a request that is not in the queue, refuse it, or queue it again as late."""
         choosing, wanted = self._choosing, request.wanted
         assert wanted is not None
         choice = choosing.choose(wanted, request.without)
@@ -283,7 +282,7 @@ class Admission(Numbers):
             return
         if (late_s := choosing.late_s(choice, request)) > 0:
             slo = choosing.slo_of(request)
-            # It is put off only if a prompt is before it at the engine: otherwise it could not come sooner.
+            # It is put off only if the engine has prompts waiting: otherwise this moment is the best for it.
             put_off = waited and not request.late and bool(choice.engine.load.waiting)
             if put_off or (slo is not None and slo.shed):
                 self._miss(request, late_s)
@@ -313,13 +312,13 @@ class Admission(Numbers):
 
     def _full(self) -> Failure:
         says = (
-            f"as many requests wait as may (queue.max_requests: {self._settings.max_requests}, with "
-            f"{MAX_BYTES >> 20} MiB of bodies); come again later"
+            f"the queue is full (queue.max_requests: {self._settings.max_requests}, at most "
+            f"{MAX_BYTES >> 20} MiB of bodies); try again later"
         )
         return Failure(429, QUEUE_FULL, says, retry_after_s=1)
 
     def _set_timer(self) -> None:
-        """Pump when the prompt of an answer that comes whole counts as computed: no first token tells of it."""
+        """Set a timer to pump when a non-streamed request's prompt counts as computed; no first token reports that."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,7 +1,7 @@
 """The last routing decisions with all their inputs, so that an operator can explain and replay them.
 
-A record is encoded when the decision is made, before the fleet's counters change.  Of each second the first `PER_S`
-decisions are kept, and the last `KEPT` of all.
+A record is encoded when the decision is made, before the fleet's counters change.  Only the first `PER_S` decisions of
+each second are kept, and at most `KEPT` in total.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvstrata.gateway.routing.model import Decision
 KEPT = 512
 PER_S = 50
 MAX_RECORD_BYTES = 256 << 10
-"""A larger record, of a very large fleet, is left out; the decision itself is kept."""
+"""Maximum size of a record. A larger one, of a very large fleet, is left out; the decision itself is kept."""
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Record).decode
@@ -30,10 +30,10 @@ _decode = msgspec.json.Decoder(Record).decode
 
 @dataclass(slots=True)
 class Kept:
-    """A decision, and what came of it."""
+    """A decision and its observed outcome."""
 
     number: int
-    """Among all decisions that were kept since the start: a request that is sent again has several."""
+    """Number of the decision among all kept ones since the start; a request that is sent again has several."""
     word: str
     model: str
     tokens: int
@@ -41,14 +41,14 @@ class Kept:
     record: bytes
     time_s: float = field(default_factory=time.time)
     ttft_s: float | None = None
-    """Time from the decision to the first token; None: it has not come, or never will."""
+    """Time from the decision to the first token; None: no first token so far."""
     cached_tokens: int | None = None
-    """Of the prompt, as the engine tells."""
+    """Cached tokens of the prompt, as the engine reports them."""
     prefill: str | None = None
-    """What came of the other engine's prefill; None: there is none, or it goes on."""
+    """Outcome of the other engine's prefill; None: there is no such prefill, or it still runs."""
 
     def shown(self) -> dict[str, Any]:
-        """For the page."""
+        """The decision as JSON for /gateway/decisions."""
         way = self.decision.way
         return {
             "number": self.number,
@@ -74,7 +74,7 @@ class Decisions:
         self._numbers = itertools.count(1)
 
     def wanted(self) -> bool:
-        """Whether the decision that is made now is kept."""
+        """Count a decision that is made now; returns whether it is to be kept."""
         second = math.floor(self._now_s())
         if second != self._second:
             self._second, self._in_second = second, 0
@@ -82,7 +82,7 @@ class Decisions:
         return self._in_second <= PER_S
 
     def keep(self, record: Record, model: str) -> Kept:
-        """Keep a decision."""
+        """Keep a decision with its inputs."""
         encoded = _encode(record)
         kept = Kept(
             next(self._numbers),
@@ -96,11 +96,11 @@ class Decisions:
         return kept
 
     def page(self, limit: int) -> list[dict[str, Any]]:
-        """The newest decisions, the newest first."""
+        """The `limit` newest decisions, newest first."""
         return [kept.shown() for _, kept in zip(range(limit), reversed(self._kept), strict=False)]
 
     def again(self, word: str, number: int = 0) -> dict[str, Any] | None:
-        """Decide again for a request, as for the decision with this number (0: its last); None if it is not kept."""
+        """Replay a request's decision with this number (0: its last); None if it or its record is not kept."""
         for kept in reversed(self._kept):
             if kept.word == word and number in (0, kept.number) and kept.record:
                 record = _decode(kept.record)

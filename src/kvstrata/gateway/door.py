@@ -1,11 +1,11 @@
 """Access control and rate limits of the gateway's port.
 
 1. On loopback, where a client needs no key, `Host` must be a name of this port, and a web page that sends a request
-   must be the port's own, as on all our ports (process/http_gate.py).  Otherwise any web page that a user of this
-   machine opens could use the engines.
+   must come from the port itself, as on all HTTP ports (process/http_gate.py).  Otherwise any web page that a user of
+   this machine opens could use the engines.
 2. If the settings list tenants, each request must carry a tenant's key.
-3. A tenant's request beyond its rate of requests or of tokens, or its number of requests under way, gets 429 with
-   Retry-After.  The bytes of its long bodies are bounded too, since such bodies are collected before they are parsed.
+3. A tenant's request beyond its limits (requests a second, tokens a second, requests under way) gets 429 with
+   Retry-After.  The bytes of its arriving long bodies are bounded too, since Envoy collects whole bodies in memory.
 """
 
 from __future__ import annotations
@@ -34,43 +34,41 @@ IN_FLIGHT = "tenant_in_flight"
 MAX_KEY_BYTES = 4_096
 GRACE_S = 0.1
 NEWEST = 0.1
-"""Weight of the newest answer in the average."""
+"""Weight of the newest answer in the moving average of answers' lengths."""
 
 Headers = Mapping[bytes, bytes]
 
 
 class Arriving:
-    """Long bodies of tenants that Envoy gathers, until it asks for an engine or tells that the request has ended.
+    """Long bodies of tenants that Envoy is collecting, until it asks for an engine or reports the request's end.
 
-    By the lengths that their heads tell, they may take a quarter of Envoy's memory, and a tenant's half of that.
+    The sum of their announced lengths may reach a quarter of Envoy's heap limit, and half of that for one tenant.
     """
 
     def __init__(self) -> None:
         self._most = heap_bytes() // 4
         self._bodies: dict[str, tuple[str, int]] = {}
-        """Tenant and bytes by Envoy's name of the request."""
+        """Tenant and bytes by Envoy's id of the request."""
         self._bytes: collections.Counter[str] = collections.Counter()
-        """By tenant; "": of all."""
+        """Sum of bytes by tenant; "": of all tenants."""
 
     def begin(self, stream: str, tenant: str, n_bytes: int) -> Failure | None:
-        """A body begins to arrive, or is refused."""
+        """Count a body that begins to arrive, or return the refusal."""
         room = min(self._most - self._bytes[""], self._most // 2 - self._bytes[tenant])
         if n_bytes > room:
-            says = (
-                f"long bodies arrive already, {self._bytes[tenant] >> 20} MiB of them yours; come again later"
-            )
+            says = f"too many long bodies are arriving, {self._bytes[tenant] >> 20} MiB of yours; try again later"
             return Failure(503, "overloaded", says, retry_after_s=1)
         self._bodies[stream] = tenant, n_bytes
         self._add(tenant, n_bytes)
         return None
 
     def end(self, stream: str) -> None:
-        """It has arrived, or its request has ended."""
+        """Stop counting a body that has arrived, or whose request has ended; no effect on an unknown one."""
         if (body := self._bodies.pop(stream, None)) is not None:
             self._add(body[0], -body[1])
 
     def clear(self) -> None:
-        """Envoy has no request."""
+        """Forget all bodies, since Envoy has no requests."""
         self._bodies.clear()
         self._bytes.clear()
 
@@ -82,9 +80,9 @@ class Arriving:
 
 
 class Bucket:
-    """What a tenant has used of something; it drains at a rate, and there may be so much of it at once.
+    """A leaky bucket: a tenant's use of requests or tokens, which drains at a rate and may reach a maximum.
 
-    It is at least 0, and 0 some time after the last use. Changed limits change what may be used, not what is used.
+    The use is never negative. Changed limits apply from the next call; the use stays.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -92,9 +90,9 @@ class Bucket:
         self._at_s = now_s
 
     def take(self, amount: float, rate: float, most: int, now_s: float) -> int:
-        """Use `amount`, and return 0; or return the whole seconds after which it fits, and use nothing.
+        """Add `amount` and return 0; or, if it does not fit, add nothing and return the whole seconds until it fits.
 
-        More than `most` fits when nothing is used.
+        An amount above `most` fits into an empty bucket.
         """
         excess = self.drained(rate, now_s) + min(amount, most) - most
         if excess > 0.0:
@@ -103,78 +101,78 @@ class Bucket:
         return 0
 
     def drained(self, rate: float, now_s: float) -> float:
-        """What is used now. A clock that steps back waits."""
+        """The use now. While the clock is behind the last call, nothing drains."""
         passed_s, self._at_s = max(0.0, now_s - self._at_s), max(now_s, self._at_s)
         self.used = max(0.0, self.used - passed_s * rate)
         return self.used
 
 
 class Tenancy(NamedTuple):
-    """What a tenant uses now."""
+    """A tenant's current use."""
 
     in_flight: int
     used_tokens: float
 
 
 class Tenant:
-    """One tenant: its settings, and what it uses now.
+    """One tenant: its settings and its current use.
 
-    A request takes its estimate, which is its prompt and what the tenant's answers had on average lately; `settle` puts
-    what was used in its place, so more than `tokens_burst` may be used, and then the tenant waits for it to drain.
+    A request is charged an estimate at first: its prompt and the average length of the tenant's answers. `settle`
+    replaces the estimate by the real use, which can exceed `tokens_burst`; then the tenant waits until it has drained.
     """
 
     def __init__(self, settings: GatewayTenantSettings, now_s: float) -> None:
         self.settings = settings
         self.in_flight = 0
         self._left = asyncio.Event()
-        """Set when a request has ended."""
+        """Set when one of its requests has ended."""
         self._requests, self._tokens = Bucket(now_s), Bucket(now_s)
         self._generated = 0.0
-        """Tokens of the tenant's answers on average."""
+        """Moving average of the tokens in the tenant's answers."""
 
     @property
     def name(self) -> str:
-        """Its name in metrics."""
+        """The tenant's name in settings, logs and metrics."""
         return self.settings.name
 
     def enter(self, now_s: float) -> Failure | None:
-        """Let a request in, which must `leave`; or the reason why not."""
+        """Count a request as under way until `leave`, or return the refusal."""
         most, rate = self.settings.max_in_flight, self.settings.requests_per_s
         if most and self.in_flight >= most:
             says = f"tenant {self.name} has {self.in_flight} requests under way, of at most {most}; wait for one to end"
             return Failure(429, IN_FLIGHT, says, retry_after_s=1)
         if rate and (wait_s := self._requests.take(1.0, rate, self.settings.burst, now_s)):
-            says = f"tenant {self.name} may send {rate:g} requests a second; come again in {wait_s} s"
+            says = f"tenant {self.name} may send {rate:g} requests a second; try again in {wait_s} s"
             return Failure(429, "tenant_rate", says, retry_after_s=wait_s)
         self.in_flight += 1
         return None
 
     def leave(self) -> None:
-        """A request that was let in has ended, however."""
+        """Count a request that `enter` has let in as ended, whatever its outcome."""
         self.in_flight -= 1
         self._left.set()
 
     def take(self, prompt_tokens: int, now_s: float) -> float | Failure:
-        """Use tokens for a request, by an estimate that is returned for `settle`; or the reason why not."""
+        """Charge a request's estimated tokens and return the estimate for `settle` (0: no limit), or the refusal."""
         rate, most, estimate = self.settings.tokens_per_s, self.settings.tokens_burst, 0.0
         if rate:
             estimate = prompt_tokens + self._generated
             if wait_s := self._tokens.take(estimate, rate, most, now_s):
                 says = (
                     f"tenant {self.name} may use {rate:g} tokens a second, {most} at once; this request takes about "
-                    f"{estimate:.0f}: come again in {wait_s} s"
+                    f"{estimate:.0f}: try again in {wait_s} s"
                 )
                 return Failure(429, "tenant_tokens", says, retry_after_s=wait_s)
         return estimate
 
     def settle(self, request: Request) -> None:
-        """A request that may have taken tokens has ended: charge what its prompt and its answer had.
+        """Replace an ended request's estimate by the tokens of its prompt and answer; no effect without `take`.
 
-        The prompt counts at least what it counted for before, whatever the answer tells.
+        The prompt is charged at least as in the estimate, whatever the answer's `usage` reports.
         """
         estimate = request.taken
         if estimate is None or (request.outcome == CANCELLED and request.engine and not request.first_s):
-            return  # Of the second an engine has worked on it, nobody knows how long: the estimate stays.
+            return  # Cancelled before its first token: the engine's work is unknown, so the estimate stays.
         used = generated = 0
         if request.first_s and request.outcome in (OK, CANCELLED, BROKE_OFF) and not request.failed_inside:
             generated = request.tokens.get("completion", request.events)
@@ -186,13 +184,13 @@ class Tenant:
             self._tokens.used = max(0.0, self._tokens.used - estimate + used)
 
     def uses(self, now_s: float) -> Tenancy:
-        """What is used now."""
+        """The tenant's current use."""
         return Tenancy(self.in_flight, self._tokens.drained(self.settings.tokens_per_s, now_s))
 
     async def leaving(self) -> None:
-        """Wait for GRACE_S at most until a request has ended.
+        """Wait up to GRACE_S until one of the tenant's requests has ended.
 
-        A client sees the end of its answer a moment before Envoy's log tells of it here.
+        A client sees the end of its answer a moment before Envoy's log reports it to this process.
         """
         self._left.clear()
         await in_task()
@@ -205,15 +203,15 @@ class Door:
     """Belongs to the event loop."""
 
     def __init__(self, access: Access, now_s: Callable[[], float], *, loopback: bool) -> None:
-        """`loopback`: only this machine reaches the port."""
+        """`loopback`: the port is reachable from this machine only."""
         self.access = access
         self.arriving = Arriving()
         self._loopback = loopback
         self._now_s = now_s
         self._known_host: bytes | None = None
-        """The last one that is a name of this port."""
+        """The last accepted `Host`, so that the same one need not be checked again."""
         self._tenants: dict[bytes, Tenant] = {}
-        """By the digest of the key, so that finding one takes the same time whatever is sent."""
+        """By the digest of the key, so that the time of a look-up reveals nothing about the keys."""
 
     @property
     def knows_tenants(self) -> bool:
@@ -226,12 +224,12 @@ class Door:
         return list(self._tenants.values())
 
     def uses(self) -> dict[str, Tenancy]:
-        """What each tenant uses, by name."""
+        """Each tenant's current use, by name."""
         now_s = self._now_s()
         return {tenant.name: tenant.uses(now_s) for tenant in self.tenants}
 
     def set_tenants(self, tenants: Iterable[tuple[GatewayTenantSettings, str]]) -> None:
-        """Have exactly these tenants, each with its key; those that stay keep what they use."""
+        """Replace the tenants by these, each with its key; a tenant whose name stays keeps its use."""
         before = {tenant.name: tenant for tenant in self._tenants.values()}
         self._tenants = {}
         for settings, key in tenants:
@@ -240,12 +238,12 @@ class Door:
             self._tenants[_digest(key.encode())] = tenant
 
     def knows_sender(self, headers: Headers, path: str) -> Failure | None:
-        """Rule 1; None: the sender is known, or its key decides."""
+        """The refusal by rule 1; None: the sender is allowed, or rule 2 applies."""
         if not self._loopback or self._tenants:
             return None
         host = headers.get(b"host", b"")
         if host != self._known_host and not self.access.knows_host(host.decode("latin-1")):
-            says = "Host: this port does not have that name; add it to http.allowed_hosts of the gateway"
+            says = "Host: not a name of this port; add it to the gateway's http.allowed_hosts"
             return Failure(403, "unknown_host", says)
         self._known_host = host
         if not self.access.knows_origin(headers, path):
@@ -254,7 +252,7 @@ class Door:
         return None
 
     def lets_in(self, headers: Headers) -> Failure | None:
-        """Why a long body is not to come; None: it may."""
+        """Authenticate the sender of a long body, and count the body; None: Envoy may receive it, else the refusal."""
         tenant, length = self.tenant_of(headers), headers.get(LENGTH.encode(), b"")
         if not isinstance(tenant, Tenant):
             return tenant
@@ -262,7 +260,7 @@ class Door:
         return self.arriving.begin(headers.get(STREAM.encode(), b"").decode("latin-1"), tenant.name, n_bytes)
 
     def tenant_of(self, headers: Headers) -> Tenant | Failure | None:
-        """The tenant of a request; None if clients need no key."""
+        """The tenant of a request, or the refusal; None if clients need no key."""
         if not self._tenants:
             return None
         text = headers.get(b"authorization", b"")

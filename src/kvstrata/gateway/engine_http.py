@@ -1,4 +1,4 @@
-"""The gateway's own requests to engines and to Kubernetes: each is small and has a connection of its own.
+"""The gateway's own requests to engines, Envoy and Kubernetes: each is small and has a connection of its own.
 
 Envoy (envoy/) carries the requests of clients.
 """
@@ -19,29 +19,29 @@ MAX_HEAD_BYTES = 64 << 10
 
 
 class Unreachable(Exception):
-    """No connection: the engine has not seen the request."""
+    """The connection failed, so the server has not seen the request."""
 
 
 class LinkBroken(Exception):
-    """The connection ended before the answer did, or what came is not HTTP."""
+    """The connection ended before the response did, or the response is not HTTP."""
 
 
 class Address(NamedTuple):
-    """Where an engine listens."""
+    """Address of a server."""
 
     host: str
-    """Or the path of a unix socket."""
+    """Host or IP address, or the path of a unix socket."""
     port: int
     tls: bool
     name: str = ""
-    """The name that `host` was resolved from, which its certificate must prove; empty: `host` itself."""
+    """The name from which `host` was resolved, for the TLS certificate and the header Host; empty: `host` itself."""
 
 
 class Asker:
-    """Asks over HTTP/1.1; belongs to the event loop."""
+    """An HTTP/1.1 client. Belongs to the event loop."""
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
-        """`tls`: how addresses with TLS are proven; None: by the authorities that this host trusts."""
+        """`tls`: verifies servers' certificates; None: by the CA certificates that this host trusts."""
         self._tls = tls
 
     async def ask(
@@ -54,7 +54,7 @@ class Asker:
         *,
         most_bytes: int,
     ) -> tuple[int, bytes]:
-        """Status and body of the answer, up to `most_bytes`. Raises Unreachable and LinkBroken; has no time limit."""
+        """Status and up to `most_bytes` of its body; no time limit. Raises Unreachable and LinkBroken."""
         reader, writer = await self._connect(address)
         name = address.name or address.host
         lines = [
@@ -90,17 +90,17 @@ class Asker:
         except OSError as error:  # TLS errors too
             raise Unreachable(str(error.strerror or error)) from None
         except UnicodeError as error:
-            raise Unreachable(f"not a name of a host: {error}") from None
+            raise Unreachable(f"invalid host name: {error}") from None
 
 
 async def addresses_of(host: str, port: int) -> list[str]:
-    """All addresses of a name. Raises OSError, and UnicodeError if it is none of a host."""
+    """All IP addresses of a host name, sorted. Raises OSError, and UnicodeError if the name is invalid."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return sorted({str(address[0]) for *_, address in found})
 
 
 async def _answer(reader: asyncio.StreamReader, most_bytes: int) -> tuple[int, bytes]:
-    """Read an answer. Raises LinkBroken, EOFError and LimitOverrunError."""
+    """Read the status and up to `most_bytes` of its body. Raises LinkBroken, EOFError and LimitOverrunError."""
     status = 100
     while 100 <= status < 200:
         first, *lines = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")

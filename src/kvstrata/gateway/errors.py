@@ -22,15 +22,15 @@ ANTHROPIC_TYPES = OPENAI_TYPES | {413: "request_too_large", 429: "rate_limit_err
 
 
 class Failure(NamedTuple):
-    """An answer that is an error; the gateway's own, or an engine's."""
+    """An error response of the gateway or of an engine."""
 
     status: int
     code: str
-    """A word for programs, which is also the reason in metrics."""
+    """Machine-readable error code, also the label `outcome` in metrics."""
     message: str
     param: str = ""
     retry_after_s: int = 0
-    """0: the client is not told when to come again."""
+    """Value of the header Retry-After; 0: the response has none."""
 
 
 MAX_BODY_BYTES = 64 << 20
@@ -38,7 +38,7 @@ TOO_LARGE = Failure(413, "body_too_large", f"body: larger than {MAX_BODY_BYTES} 
 
 
 def error_body(failure: Failure, path: str) -> bytes:
-    """The JSON body of an answer on this path."""
+    """The JSON body of an error response on this path."""
     message = one_line(failure.message)
     if is_anthropic(path):
         kind = ANTHROPIC_TYPES.get(failure.status, "api_error")
@@ -53,5 +53,5 @@ def error_body(failure: Failure, path: str) -> bytes:
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether clients of this path expect Anthropic's shape."""
+    """Whether clients of this path expect Anthropic's format."""
     return path.startswith("/v1/messages")

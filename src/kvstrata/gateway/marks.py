@@ -1,6 +1,6 @@
-"""Parses Envoy's report of a request: a line of its access log with the timestamps (marks) of the watcher filter.
+"""Parses Envoy's report of a request: a line of its access log with the watcher's marks (times, tokens, reason).
 
-The line's format is configuration.LINE; watch.c and watch.lua set the marks.
+The line's format is configuration.LINE; watch.c and watch.lua write the marks.
 """
 
 from __future__ import annotations
@@ -12,45 +12,45 @@ from typing import NamedTuple
 CANCELLED, BROKE_OFF, OK, CLIENT_ERROR = "cancelled", "broke_off", "ok", "client_error"
 END = "DownstreamEnd"
 ELSEWHERE = frozenset((429, 502, 503, 504))
-"""Statuses of an engine that has not begun the request."""
+"""Statuses of an engine that has not begun the request, so that another may serve it."""
 NO_FLAGS: frozenset[str] = frozenset()
 _UNREACHED = frozenset(("UF", "URX", "UH", "NC"))
 
 
 class Marks(NamedTuple):
-    """What is known of a request so far, or at its end. Times are by the wall clock, 0: not yet."""
+    """The state of a request, under way or at its end. Times are wall-clock seconds; 0: not yet."""
 
     number: int
-    """The picker's; -1: the picker has not chosen."""
+    """The request's number in the picker; -1: the picker has not chosen an engine."""
     stream: str
-    """Envoy's name of the request (configuration.STREAM_ID); empty: not told."""
+    """Envoy's id of the request (configuration.STREAM_ID); empty: not reported."""
     is_end: bool
     status: int = 0
-    """0: the client went before the answer's head."""
+    """HTTP status; 0: the client left before the response's head."""
     served: str = ""
-    """`ip:port` of the engine that has answered, or was tried last; empty: none was."""
+    """`ip:port` of the engine that has answered, or was tried last; empty: no engine was tried."""
     flags: frozenset[str] = frozenset()
     """Envoy's response flags."""
     attempts: int = 0
     first_s: float = 0.0
     last_s: float = 0.0
-    """When content came for the first and the last time."""
+    """Times of the first and the last content."""
     events: int = 0
-    """Events of a stream with content."""
+    """Number of a stream's events with content."""
     whole: bool = False
-    """Whether the answer's last byte has come."""
+    """Whether the answer's last byte has arrived."""
     failed: bool = False
     """Whether the answer is an error inside a 200."""
     tokens: Mapping[str, int] = {}
-    """Those that `usage` tells: `prompt`, `cached`, `completion`."""
+    """Token counts in the answer's `usage`, by kind: `prompt`, `cached`, `completion`."""
     reason: str = ""
-    """Why the answer ended, in the API's word (`tool_calls`, `end_turn`)."""
+    """The API's finish reason of the answer (`tool_calls`, `end_turn` …)."""
     response: str = ""
-    """The id of the stored response that the answer names."""
+    """The id of the stored response that the answer names; empty: none."""
 
     @property
     def outcome(self) -> str:
-        """A word for the metrics."""
+        """The request's outcome, as in metrics."""
         status, flags = self.status, self.flags
         if "DC" in flags or not status:
             return CANCELLED
@@ -64,7 +64,7 @@ class Marks(NamedTuple):
 
 
 def marks_of(line: bytes) -> Marks | None:
-    """Read a line; None if it is something else."""
+    """Parse a line of the access log; None if it has another format."""
     words = line.decode("latin-1").split()
     if len(words) != 8:
         return None
@@ -88,7 +88,7 @@ def marks(
     attempts: int,
     told: str,
 ) -> Marks:
-    """What a line says, with what the watcher has `told`; something else than its words says nothing."""
+    """The marks of a request; `told`: the watcher's part, which is ignored if it has another format."""
     at, parts = int(number) if _is_count(number) else -1, told.split(",")
     if len(parts) == 12:
         with contextlib.suppress(ValueError):
@@ -102,7 +102,7 @@ def marks(
 
 
 def _tokens(prompt: int, cached: int, completion: int, read: int, created: int) -> dict[str, int]:
-    """Tokens by kind. `/v1/messages` counts what was read from the cache, or created, beside its prompt."""
+    """Tokens by kind. In `/v1/messages` the prompt's count excludes tokens read from or written to the cache."""
     found = {"prompt": prompt, "cached": max(cached, read), "completion": completion}
     if prompt >= 0:
         found["prompt"] += max(0, read) + max(0, created)

@@ -1,7 +1,7 @@
 """Measures each request: times, tokens, outcomes, and whether its class of service was met.
 
 The measurements come from Envoy's watcher (marks.py).  Token counts come from the `usage` of an answer; without it,
-each event of a stream with content counts as a token.  Controllers get a part of them for their plan (`measured`).
+each stream event with content counts as a token.  Controllers get aggregates for their plan (`measured`).
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from kvstrata.gateway.request import Request
 
 MAX_SERIES = 4_096
-"""Most sets of labels; further ones count under OTHER."""
+"""Maximum number of label sets; requests with further ones count under OTHER."""
 MAX_MODELS = 256
-"""Most models with times of their own."""
+"""Maximum number of models with histograms of their own; further ones count under OTHER."""
 OTHER = "other"
 MAX_GROUP_CHARS = 200
 STEP = 32
 
 
 class Shape(NamedTuple):
-    """What is alike in requests that are summed up."""
+    """Key of a group of requests that are summed up."""
 
     engine: str
     slo: str
     size: int
-    """Which power of four prompt and answer have, each in four bits."""
+    """Powers of four of the computed prompt's (upper four bits) and the answer's tokens (lower four bits)."""
 
 
 class Series(Numbers):
@@ -53,7 +53,7 @@ class Series(Numbers):
 
 
 class Times(Numbers):
-    """Histograms of the requests of one model that were answered."""
+    """Histograms of the answered requests of one model."""
 
     ttft = histogram(
         "Time from a request's arrival to the first token of its answer.",
@@ -93,11 +93,11 @@ class Meters(Numbers):
     def __init__(self, slo: Mapping[str, SloSettings]) -> None:
         self.slo = slo
         self.series: dict[tuple[str, str, str], Series] = {}
-        """By tenant, model and engine; empty words where a request had none."""
+        """By tenant, model and engine; an empty name if a request had none."""
         self.times: dict[str, Times] = {}
         """By model."""
         self.shapes: dict[Shape, list[int]] = {}
-        """Of answered requests: how many, those in time, computed tokens of their prompts, tokens of their answers."""
+        """Sums over answered requests: requests, those within limits, computed prompt tokens, answer tokens."""
 
     def of(self, request: Request) -> Series:
         """The series of a request."""
@@ -140,7 +140,7 @@ class Meters(Numbers):
         self._shape(request, max(1, more + 1), is_met=is_met)
 
     def _shape(self, request: Request, answer_tokens: int, *, is_met: bool) -> None:
-        """Count an answered request among those like it."""
+        """Add an answered request to the sums of its shape."""
         prompt = request.tokens.get("prompt", request.wanted.tokens if request.wanted is not None else 1)
         computed = max(1, prompt - request.tokens.get("cached", 0))
         if request.choice is not None and (prefill := request.choice.prefill) is not None:
@@ -166,7 +166,7 @@ def _power_of_four(tokens: int) -> int:
 
 
 class Measured(NamedTuple):
-    """The part of a heartbeat."""
+    """The measurements in a heartbeat to the controllers."""
 
     splits: bool
     rated: list[RatedEngine]
@@ -174,9 +174,9 @@ class Measured(NamedTuple):
 
 
 async def measured(fleet: Fleet, meters: Meters, contract: Contract) -> Measured:
-    """Engines with one rank whose speed is known, and all answered requests that they had.
+    """The measured rates of engines with one rank, and the sums of requests that these have answered.
 
-    Others have their turn after each STEP of them: all take milliseconds.
+    Yields to the event loop after each STEP of entries, since all together take milliseconds.
     """
     engines = [one for one in fleet.engines.values() if not one.ranks and one.models]
     apart = contract == "kvstrata" and not fleet.peers
@@ -205,7 +205,7 @@ async def measured(fleet: Fleet, meters: Meters, contract: Contract) -> Measured
 
 
 def _group(engine: ServingEngine, *, apart: bool) -> str:
-    """Engines that serve the same, and can compute for each other: `apart`, only those of one instance can."""
+    """Name of the group of engines that serve the same model; `apart`: engines of one instance form a group."""
     name, entry = next(iter(engine.models.items()))
     model = str(entry.get("parent") or entry.get("root") or name)
     place = engine.load.instance if apart else ""

@@ -1,6 +1,6 @@
-"""The gateway's metrics: those that are read from its parts, and a list of the parts with counters of their own.
+"""The gateway's metrics: values read from its parts at each scrape, and the list of parts with counters of their own.
 
-Names of tenants and engines come from the settings, names of models from the engines; metering.py bounds their number.
+Labels are names of tenants and engines (settings) and of models (engines); metering.py bounds their number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PREFIX = "gateway"
 
 
 class Glance(Numbers):
-    """The numbers of a gateway without labels, which its status shows too."""
+    """The gateway's metrics without labels, which its status shows too."""
 
     in_flight = gauge("Requests under way.", lambda self: self._parts.requests.in_flight)
     other_gateways = gauge(
@@ -32,7 +32,7 @@ class Glance(Numbers):
 
 
 class PartNumbers(Numbers):
-    """What the parts of a gateway know, by label."""
+    """The gateway's metrics with labels that are read from its parts."""
 
     tokens_verified = gauge(
         "1 if an engine and our tokenizer produce the same ids for prompts with this feature, else 0.",
@@ -98,7 +98,7 @@ class PartNumbers(Numbers):
 
 
 def sections(parts: Parts, glance: Glance, http: Iterable[Numbers]) -> Iterator[tuple[str, Numbers]]:
-    """All parts of a gateway that have numbers, each with its prefix. `http`: those of its port."""
+    """All parts of a gateway that have metrics, each with its prefix. `http`: those of its HTTP port."""
     counting: tuple[Numbers, ...] = (parts.meters, parts.tokens, parts.admission, parts.legs)
     counting += (parts.controllers, parts.controllers.following)
     yield from ((PREFIX, part) for part in (*counting, glance, PartNumbers(parts)))

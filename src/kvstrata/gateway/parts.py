@@ -45,13 +45,13 @@ class Parts:
     """Called with an engine whose connection failed, so that it is probed now."""
     legs: Legs
     sharing: Sharing | None
-    """None: other gateways are told nothing."""
+    """None: this gateway shares nothing with others."""
     stopping: bool = field(default=False)
     asked_s: float = field(default=-math.inf)
-    """When somebody asked last whether requests are served; who sends requests here asks again and again."""
+    """Time of the last readiness probe, which a load balancer in front of this gateway repeats."""
 
     def readiness(self) -> tuple[bool, str]:
-        """Whether requests are served, and why not."""
+        """Whether requests are served, and if not, the reason. Counts as a readiness probe."""
         self.asked_s = self.now_s()
         why = "stopping" if self.stopping else "" if self.fleet.serving("") else "no engine serves"
         return not why, why

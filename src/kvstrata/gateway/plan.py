@@ -22,34 +22,34 @@ if TYPE_CHECKING:
     from kvstrata.rpc.zmq_curve import ClusterKeys
 
 PICKER_NEEDS = {"grpc": "grpcio", "xds": "xds-protos"}
-"""Modules of the extra `picker`, and their packages."""
+"""Modules that the extra `picker` provides, and their packages."""
 SHARE = frozenset(("auto", "ttft", "least_loaded"))
-"""Policies that go by what other gateways have sent."""
+"""Policies that use the events from other gateways."""
 
 
 class Plan(NamedTuple):
-    """Checked settings with the keys in their files; nothing is opened yet."""
+    """Checked settings, and the contents of the files that they name."""
 
     settings: GatewaySettings
     token: str
-    """Of operators."""
+    """The operators' bearer token."""
     engines: list[tuple[EngineSettings, str]]
-    """With the key of each; empty: it has none."""
+    """Each with its API key; empty: it has none."""
     tenants: list[tuple[GatewayTenantSettings, str]]
     tokenizers: dict[str, OwnTokenizer]
     """By model."""
     account: Account | None = None
-    """Who asks Kubernetes for engines; None: nobody does."""
+    """The service account for Kubernetes; None: no engines come from Kubernetes."""
     found_key: str = ""
-    """Of the engines that Kubernetes names."""
+    """API key of the engines from Kubernetes; empty: they have none."""
     sharing_keys: ClusterKeys | None = None
-    """Of the gateways that share; None: they share nothing, or this user's key."""
+    """Keys between gateways; None: no sharing, or the key that this user's processes share."""
     controller_keys: ClusterKeys | None = None
-    """For the controllers; None: none is asked, or by this user's key."""
+    """Keys towards the controllers; None: no controllers, no keys, or the key that this user's processes share."""
 
 
 def tcp_ports(settings: GatewaySettings) -> list[Listening]:
-    """The tcp ports that the settings ask for."""
+    """The TCP ports that the settings name."""
     http = settings.http
     found = [Listening("http.port", http.host, http.port)]
     for name, place in (("picker", settings.picker.listen), ("sharing", settings.sharing.listen)):
@@ -59,7 +59,7 @@ def tcp_ports(settings: GatewaySettings) -> list[Listening]:
 
 
 def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = None) -> Plan:
-    """Check the settings, and read the files that they name, but for the tokenizers in `made`. Raises ConfigError."""
+    """Check the settings, and read their files; `made`: loaded tokenizers to use again. Raises ConfigError."""
     refuse_port_twice(tcp_ports(settings))
     for wrong, field, says in _checks(settings):
         if wrong:
@@ -69,7 +69,7 @@ def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = No
     ]
     tenants = [(one, _key(one.key_file, f"tenants[{i}].key_file")) for i, one in enumerate(settings.tenants)]
     if len({key for _, key in tenants}) < len(tenants):
-        raise _wrong("tenants", "two have the same key; give each its own")
+        raise _wrong("tenants", "two tenants have the same key; give each its own")
     http, service, controllers = settings.http, settings.engines_from.kubernetes, settings.controllers
     sharing_keys = controller_keys = None
     if settings.sharing.listen and settings.sharing.curve_file:
@@ -94,7 +94,7 @@ def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = No
 
 
 Check = tuple[bool, str, str]
-"""Whether something is wrong, with which field, and what."""
+"""Whether a setting is wrong, its field, and the message."""
 
 
 def _checks(settings: GatewaySettings) -> Iterator[Check]:
@@ -108,12 +108,12 @@ def _checks(settings: GatewaySettings) -> Iterator[Check]:
         f"{http.host!r} is not loopback, and clients need no key: name tenants with keys, or use --insecure to serve "
         "everybody who reaches this port",
     )
-    none = "none is named; give --engine URL, or `engines` or `engines_from` in the file"
+    none = "no engine is named; give --engine URL, or `engines` or `engines_from` in the file"
     yield not (settings.engines or settings.engines_from.kubernetes), "engines", none
     yield from _engine_checks(settings)
     yield from _twice("tenants", "name", [one.name for one in settings.tenants])
     yield from _class_checks(settings)
-    own = "an Envoy of one's own would not wait for the picker; leave the queue to a gateway without one"
+    own = "cannot be used with picker.listen, since your own Envoy would not wait for the picker; leave one of them out"
     yield bool(queue.max_requests and picker.listen), "queue.max_requests", own
     measures = "needs `policy: auto` or `ttft`, which measure how long engines take"
     yield bool(queue.max_requests and not settings.predicts), "queue.max_requests", measures
@@ -124,10 +124,10 @@ def _checks(settings: GatewaySettings) -> Iterator[Check]:
 def _engine_checks(settings: GatewaySettings) -> Iterator[Check]:
     for i, one in enumerate(settings.engines):
         field, many = f"engines[{i}]", one.url.startswith(DNS)
-        several = f"but {one.url!r:.200} stands for several engines; leave it empty,"
-        place = f"{one.kv_events!r} is one place, {several} so that each is asked"
+        several = f"but {one.url!r:.200} stands for several engines; leave it empty"
+        place = f"{one.kv_events!r} is one address, {several}, so that each engine is asked for its own"
         yield many and one.kv_events.startswith("tcp:"), f"{field}.kv_events", place
-        instance = f"{one.instance!r} is one instance, {several} and set `engine_url` of their connectors"
+        instance = f"{one.instance!r} is one instance, {several}, and set `engine_url` of their connectors"
         yield bool(many and one.instance), f"{field}.instance", instance
         yield (
             bool(one.user) and uid_of(one.user) < 0,
@@ -135,14 +135,14 @@ def _engine_checks(settings: GatewaySettings) -> Iterator[Check]:
             f"no user of this host is named {one.user!r}",
         )
         alone = bool(one.kv_events_replay) and not one.kv_events.startswith("tcp:")
-        yield alone, f"{field}.kv_events_replay", "needs `kv_events` beside it, as tcp://HOST:PORT"
+        yield alone, f"{field}.kv_events_replay", "needs `kv_events` too, as tcp://HOST:PORT"
         ranks = max(1, one.data_parallel_size)
         for name, endpoint in (("kv_events", one.kv_events), ("kv_events_replay", one.kv_events_replay)):
             yield (
                 endpoint.startswith("tcp:") and int(endpoint.rpartition(":")[2]) + ranks - 1 > MAX_PORT,
                 f"{field}.{name}",
-                f"{endpoint!r:.200} is above the last port, or one of the ranks beside it is (data_parallel_size "
-                f"{ranks})",
+                f"{endpoint!r:.200}: with data_parallel_size {ranks}, the last rank's port would be above {MAX_PORT}; "
+                "choose a lower port",
             )
     places = [place_of(one, "") for one in settings.engines]
     yield from _twice("engines", "name", [place.name for place in places])
@@ -164,7 +164,7 @@ def _class_checks(settings: GatewaySettings) -> Iterator[Check]:
 def _picker_checks(settings: GatewaySettings) -> Iterator[Check]:
     picker = settings.picker
     if not picker.listen:
-        yield picker.only, "picker.only", "nothing would take requests; set picker.listen"
+        yield picker.only, "picker.only", "no port would accept requests; set picker.listen"
         return
     for module, package in PICKER_NEEDS.items():
         if importlib.util.find_spec(module) is None:
@@ -172,7 +172,7 @@ def _picker_checks(settings: GatewaySettings) -> Iterator[Check]:
                 f"the picker needs {package}: {install('gateway,picker')}", field="picker.listen"
             )
     missing = "tls_key_file" if picker.tls_cert_file else "tls_cert_file"
-    belong = "a certificate and its key belong together; name both"
+    belong = "a certificate needs its key, and the other way round; name both"
     yield bool(picker.tls_cert_file) != bool(picker.tls_key_file), f"picker.{missing}", belong
     says = "clients show certificates only over TLS; name tls_cert_file and tls_key_file"
     yield bool(picker.tls_ca_file) and not picker.tls_cert_file, "picker.tls_ca_file", says
@@ -180,44 +180,44 @@ def _picker_checks(settings: GatewaySettings) -> Iterator[Check]:
     yield (
         not (is_loopback(host) or picker.tls_ca_file or settings.insecure),
         "picker.listen",
-        f"{host!r} is not loopback, and any Envoy may ask: name tls_ca_file, or use --insecure to answer everybody who "
-        "reaches this port",
+        f"{host!r} is not loopback, and any Envoy could connect: name tls_ca_file, or use --insecure to answer "
+        "everybody who reaches this port",
     )
     for i, engine in enumerate(settings.engines):
         yield (
             not engine.url.startswith(DNS) and not endpoint_of(place_of(engine, "").address),
             f"engines[{i}].url",
-            f"{engine.url!r:.200} names a host, but Envoy must be told an address: write the address, or "
-            f"dns+{engine.url} for all addresses of the name",
+            f"{engine.url!r:.200} names a host, but Envoy needs an address: write the address, or dns+{engine.url} for "
+            "all addresses of the name",
         )
 
 
 def _cluster_checks(settings: GatewaySettings) -> Iterator[Check]:
     sharing, wanted = settings.sharing, settings.controllers
-    says = "gateways that are told something must be heard too; give HOST:PORT"
+    says = "sharing.gateways needs a port for the other gateways' events too; give HOST:PORT"
     yield bool(sharing.gateways) and not sharing.listen, "sharing.listen", says
     if sharing.listen:
         yield (
             settings.policy not in SHARE,
             "sharing.listen",
-            f"the policy {settings.policy!r} does not go by what other gateways do; use one of "
-            f"{', '.join(sorted(SHARE))}, or leave it out",
+            f"the policy {settings.policy!r} does not use other gateways' events; use one of "
+            f"{', '.join(sorted(SHARE))}, or leave sharing.listen out",
         )
         host, _ = host_and_port(sharing.listen)
-        says = f"{host!r} is not loopback: give sharing.curve_file, a secret that all gateways have"
+        says = f"{host!r} is not loopback: give sharing.curve_file, the same for all gateways"
         yield not (sharing.curve_file or is_loopback(host)), "sharing.listen", says
     yield from _twice("controllers", "urls", list(wanted.urls))
     says = "controllers without keys need no curve_file; leave one of them out"
     yield bool(wanted.curve_file) and wanted.insecure, "controllers.insecure", says
     for i, url in enumerate(wanted.urls):
         host, _, port = url.removeprefix("tcp://").rpartition(":")
-        says = f"{url!r}: {port} is no port; give a controller's reply port, as 8400"
+        says = f"{url!r}: {port} is not a port number; give a controller's reply port, such as 8400"
         yield not 0 < int(port) <= MAX_PORT, f"controllers.urls[{i}]", says
         yield (
             not (wanted.curve_file or wanted.insecure or is_loopback(host.strip("[]"))),
             f"controllers.urls[{i}]",
-            f"{url!r} is not loopback: give controllers.curve_file, this gateway's keys as `kvstrata cluster add` "
-            "makes them",
+            f"{url!r} is not loopback: give controllers.curve_file, this gateway's keys, written by `kvstrata cluster "
+            "add`",
         )
 
 
@@ -227,7 +227,7 @@ def _twice(field: str, what: str, words: list[str]) -> Iterator[Check]:
 
 
 def _tokenizers(settings: GatewaySettings, made: Mapping[str, OwnTokenizer]) -> dict[str, OwnTokenizer]:
-    """The tokenizers by model. Raises ConfigError."""
+    """The tokenizers by model; those in `made` with the same path are used again. Raises ConfigError."""
     found = {}
     for i, one in enumerate(settings.tokens.tokenizers):
         kept = made.get(one.model)

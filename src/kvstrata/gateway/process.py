@@ -58,13 +58,13 @@ if TYPE_CHECKING:
     from kvstrata.gateway.picker.server import PickerServer
 
 LINGER_S = 5.0
-"""Time without requests after which a gateway that stops, and that somebody watches, closes its port."""
+"""While a gateway whose readiness is probed stops, its port closes once no request has arrived for this long."""
 WATCHED_S = 60.0
-"""Who has not asked for so long whether a gateway is ready does not watch it."""
+"""A gateway counts as probed if the last readiness probe is no older than this."""
 GC_OBJECTS = 20_000
-"""New objects after which garbage is collected: requests leave few cycles, and each collection delays all streams."""
+"""Allocations between garbage collections: requests leave few cycles, and each collection delays all streams."""
 RESTART = frozenset(("drain_s", "log_format", "queue.max_requests", "split", "tokens.deadline_ms"))
-"""Settings that need a restart, beside those of OPENED, most of them since Envoy is started with them."""
+"""Settings besides those of OPENED that need a restart, most of them because Envoy is started with them."""
 OPENED = ("http.", "picker.", "engines_from.", "sharing.listen", "sharing.curve_file", "timeouts.", "envoy")
 
 
@@ -131,7 +131,7 @@ class Gateway(Process):
         probing.set_engines(self._plan.engines)
         await probing.resolve()
         await self._start_watching()
-        await probing.probed()  # requests that come at once find engines
+        await probing.probed()  # so that the first requests find engines
         await self._first_verified()
         self.supervisor.spawn(tokens.keep_verified(lambda: self._settings.health.probe_s), "tokens")
         self.supervisor.spawn(probing.keep_resolved(), "resolve")
@@ -164,7 +164,7 @@ class Gateway(Process):
         tell_ready(self._ready_fd, ready)
 
     async def _start_sharing(self, fleet: Fleet, choosing: Choosing, reader: Reader) -> Sharing:
-        """Tell other gateways and hear them."""
+        """Start to exchange events with the other gateways."""
         wanted, keys = self._settings.sharing, self._plan.sharing_keys
         if keys is None:
             shared = SharedKey(FIELD)
@@ -181,12 +181,12 @@ class Gateway(Process):
         return sharing
 
     async def _start_envoy(self, listener: Listener, port: Port) -> None:
-        """Start Envoy on the port of clients, with the picker and the gateway's own pages behind it."""
+        """Start Envoy on the clients' port, and the picker and the gateway's own pages on unix sockets behind it."""
         path, version = await self.loop.run_in_executor(None, program, self._settings)
         parts, family = self._parts, listener.socket.family
         host = listener.socket.getsockname()[0]
         listener.close()
-        # Held, so that no other process takes it; only Envoy's sockets listen, which share it with this one.
+        # This socket reserves the port; it never listens. Envoy's sockets share the port with it by SO_REUSEPORT.
         held = socket.socket(family, socket.SOCK_STREAM)
         self.closers.append(soon(held.close))
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -212,7 +212,7 @@ class Gateway(Process):
         self.supervisor.spawn(envoy.watch(), "envoy")
 
     async def _start_watching(self) -> None:
-        """Have the engines that Kubernetes names from now on, and wait a moment for the first."""
+        """Start to follow the endpoints that Kubernetes lists, and wait up to `health.timeout_s` for the first list."""
         settings, account = self._settings, self._plan.account
         service = settings.engines_from.kubernetes
         if service is None or account is None:
@@ -224,7 +224,7 @@ class Gateway(Process):
                 await endpoints.known.wait()
 
     async def _start_picker(self) -> None:
-        from kvstrata.gateway.picker.server import PickerServer  # needs another extra
+        from kvstrata.gateway.picker.server import PickerServer  # needs the extra `picker`
 
         self._picker = picker = PickerServer(self._parts)
         self.closers.append(picker.close)
@@ -232,7 +232,7 @@ class Gateway(Process):
         self.supervisor.spawn(picker.find_lost(), "picker")
 
     async def _first_verified(self) -> None:
-        """Compare the tokenizers with the engines that serve, if these are quick; otherwise later."""
+        """Compare the tokenizers with the serving engines for at most `health.timeout_s`, and with the rest later."""
         if self._parts.tokens.tokenizers:
             sys.setswitchinterval(SWITCH_S)
         with contextlib.suppress(TimeoutError):
@@ -241,27 +241,27 @@ class Gateway(Process):
 
     @property
     def drain_s(self) -> float:
-        """Time for requests under way."""
+        """Maximum time that a stop waits for requests under way."""
         return self._settings.drain_s
 
     def under_way(self) -> dict[str, object]:
-        """A stop waits for requests."""
+        """The number of requests that a stop waits for, for the log."""
         return {"requests": self._in_flight}
 
     def given_up(self) -> dict[str, object]:
-        """Requests that were cut."""
+        """The number of requests that a stop cuts off, for the log."""
         return {"requests_cut": self._in_flight}
 
     @property
     def _in_flight(self) -> int:
-        """Requests under way."""
+        """Number of requests under way."""
         return self._parts.requests.in_flight
 
     async def drain(self, drain_s: float) -> None:
-        """Not ready any more: clients close their connections, and requests end; those that still come are served.
+        """Report not ready, have clients close their connections, and wait for requests to end; new ones are served.
 
-        Where somebody asks whether it is ready, requests come until it has been heard everywhere that it is not, so the
-        port stays open for LINGER_S behind the last one.
+        Where readiness is probed, requests arrive until every load balancer has seen the change, so the port stays open
+        until none has arrived for LINGER_S. Returns after `drain_s` at the latest.
         """
         parts, requests = self._parts, self._parts.requests
         parts.stopping, idle = True, asyncio.Event()
@@ -285,16 +285,16 @@ class Gateway(Process):
                     await self._picker.drain(drain_s)
 
     async def reload(self) -> dict[str, object]:
-        """Apply newer settings, but those that the port was opened with. Raises ConfigError."""
+        """Apply the settings file's new values, except those of OPENED and RESTART. Raises ConfigError."""
         wanted = await self.loop.run_in_executor(None, self._reread)
         if bool(wanted.tenants) != bool(
             self._settings.tenants
         ):  # Envoy asks about keys, or lets requests pass
             says = (
-                "tenants: whether clients need keys is settled at the start; restart the gateway to change it"
+                "tenants: whether clients need keys is fixed at the start; restart the gateway to change it"
             )
             raise ConfigError(says, field="tenants")
-        # The ports stay as they are, so the other settings must be allowed on them.
+        # The ports stay as they are, so the new settings are checked together with the old ports.
         kept = msgspec.structs.replace(
             wanted,
             http=self._settings.http,
@@ -324,7 +324,7 @@ class Gateway(Process):
         return Changes(settings, applied, changed - applied).shown()
 
     def _kept_sharing(self, wanted: SharingSettings) -> SharingSettings:
-        """The newer settings with the port as it is: without one, other gateways are told only after a restart."""
+        """The new settings with the old port and key; without a port, sharing begins only after a restart."""
         now = self._settings.sharing
         gateways = wanted.gateways if now.listen else []
         return msgspec.structs.replace(
@@ -332,7 +332,7 @@ class Gateway(Process):
         )
 
     def page(self) -> dict[str, Any]:
-        """The gateway at a glance."""
+        """The document of /gateway/status."""
         parts = self._parts
         fleet, meters = parts.fleet, parts.meters
         return {

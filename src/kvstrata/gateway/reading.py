@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SESSIONS, SLO_CLASS, PRIORITY = (b"x-session-id", b"session_id"), b"x-slo-class", b"x-priority"
 """Headers that name a request's session (the second is Codex's), class of service and priority."""
 MAX_RESPONSES = 1 << 16
-"""Stored responses that are remembered; the oldest are forgotten first."""
+"""Maximum number of stored responses whose engine is remembered; the oldest are forgotten first."""
 
 
 class Reader:
@@ -44,15 +44,15 @@ class Reader:
         self.settings = settings
         self._fleet = fleet
         self.secret = secrets.token_bytes(32)
-        """Of the keys of pieces."""
+        """Secret for the keys of a prompt's pieces (prefixes.py); shared by gateways that share."""
         self._numbers = itertools.count()
         self._made_by: collections.OrderedDict[str, tuple[str, str]] = collections.OrderedDict()
-        """Engine and tenant that a stored response belongs to, by its name, which the engine has drawn."""
+        """Engine and tenant of each stored response, by the response's id, which the engine has drawn at random."""
 
     def read(self, request: Request, body: bytes, slo: SloSettings | None, *, cut: bool) -> Wanted | Failure:
-        """Read a request, and note what it asks for.
+        """Parse a request's body into `request.asked`, and return the inputs for the choice of its engine.
 
-        `slo`: its class of service. `cut`: more of the body follows than can be read.
+        `slo`: its class of service. `cut`: `body` is only the first part of a longer body.
         """
         (_, path, headers, word, _), route, tenant = request.head, request.route, request.tenant
         assert route is not None
@@ -103,34 +103,34 @@ class Reader:
         )
 
     def with_ids(self, found: Asked, wanted: Wanted, ids: array[int] | None) -> Wanted:
-        """The same with the token ids of a prompt of text; None: they are not known."""
+        """`wanted` with the token ids of its text prompt; unchanged if `ids` is None (unknown) or empty."""
         if not ids:
             return wanted
         contract = self.settings.split if found.splits else ""
         return wanted._replace(tokens=len(ids), prompt=self._prompt(found, ids), contract=contract)
 
     def slo_of(self, headers: Headers, tenant: Tenant | None, known: Iterable[str]) -> str:
-        """The class of service of a request, one of those that are known; empty: none."""
+        """The class of service of a request: its header's if that is in `known`, else its tenant's; empty: none."""
         given = headers.get(SLO_CLASS, b"").decode("latin-1")
         if given in known:
             return given
         return tenant.settings.slo if tenant is not None else ""
 
     def priority_of(self, headers: Headers, tenant: Tenant | None) -> int:
-        """A request's priority among those of its tenant, as far as the tenant may claim one."""
+        """A request's priority within its tenant, at most the tenant's `max_priority`."""
         given = headers.get(PRIORITY, b"")
         most = tenant.settings.max_priority if tenant is not None else 0
         return min(most, int(given)) if given.isdigit() and len(given) <= 9 else 0
 
     def answered(self, request: Request, response: str) -> None:
-        """An answer names the response that its engine has stored: remember who has made it, and for whom."""
+        """Remember the engine and the tenant of a response that an answer names as stored."""
         self._made_by[response] = request.engine, request.sender
         self._made_by.move_to_end(response)
         if len(self._made_by) > MAX_RESPONSES:
             self._made_by.popitem(last=False)
 
     def _keys(self, found: Asked, prompt: array[int] | None, tenant: str) -> list[bytes]:
-        """The keys of the prompt's pieces; none if the policy does not go by them."""
+        """The keys of the prompt's pieces; empty if the policy does not use them."""
         if not self.settings.predicts or not found.text:
             return []
         context = self._fleet.root(found.model).encode(), tenant.encode(), found.context

@@ -1,12 +1,12 @@
-"""One request, from the choice of its engine to the end of its answer; Envoy carries it.
+"""One request, from the choice of its engine to the end of its answer; Envoy transports it.
 
     decide ─▶ CHOSEN ─▶ first token ─▶ end           reported by the watcher's pipe and Envoy's access log (marks.py)
        └────▶ refused                                Envoy answers the client with the refusal
 
-1. Whatever the outcome of a request, its reservations are released once: at the engine, of its tenant, and its tokens.
+1. A request's place at the engine, its place at its tenant and its estimated tokens are released exactly once.
 2. Envoy may end a request without reporting its number (the client left before the choice reached Envoy, or the choice
-   came too late).  Such a request is found by Envoy's id of it, even if its end is reported before it arrives;
-   otherwise by Envoy's own count of requests, or since the log reports each request repeatedly (`Requests.lost`).
+   was late).  Such a request is found by Envoy's id, even if its end is reported before it arrives; otherwise because
+   Envoy counts no requests, or because the log, which reports running requests repeatedly, is silent (`lost`).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from kvstrata.gateway.parts import Parts
 
 RANK = "x-data-parallel-rank"
-"""Names a rank of the engine, which the client does not know; vLLM reads it."""
+"""Header for vLLM that selects a data-parallel rank; a client's own value is removed."""
 MAX_ID_CHARS = 128
 MAX_GONE = 4_096
 MAX_OTHERS = 2
-"""Further engines that are named for a request."""
+"""Maximum number of engines for retries that Envoy gets with a choice."""
 
 
 class Head(NamedTuple):
@@ -46,85 +46,85 @@ class Head(NamedTuple):
 
     method: str
     path: str
-    """Without query."""
+    """Without the query."""
     headers: Mapping[bytes, bytes]
     word: str
-    """Its id."""
+    """The request's id: the client's `X-Request-ID`, or a new one."""
     stream: str = ""
-    """Our own Envoy's name of it (configuration.STREAM_ID)."""
+    """Id of the request in the gateway's own Envoy (configuration.STREAM_ID); empty: another Envoy's."""
 
 
 class Chosen(NamedTuple):
-    """Where a request goes, and what changes of it."""
+    """The endpoints of a request, and the changes that Envoy makes to it."""
 
     number: int
     endpoints: Sequence[str]
-    """`ip:port` of the engine, and of others if it cannot be reached."""
+    """`ip:port` of the chosen engine, then of the engines for retries."""
     headers: Mapping[str, str]
-    """To be set."""
+    """Headers to set."""
     removed: Sequence[str]
-    """Headers to be removed."""
+    """Headers to remove."""
     fragment: bytes
-    """JSON for behind the body's first brace."""
+    """JSON to insert after the body's first brace."""
 
 
 class Request:
-    """What is known of one request. `Requests` and `Admission` change it."""
+    """The state of one request, changed by `Requests` and `Admission`."""
 
     def __init__(self, head: Head, arrived_s: float) -> None:
         self.head = head
         self.arrived_s = self.heard_s = arrived_s
-        """When it came, and when something was heard of it for the last time."""
+        """Time of its arrival, and of Envoy's last report of it."""
         self.left = False
         """Whether Envoy ended it before the choice of its engine."""
         self.body_bytes = 0
         self.tenant: Tenant | None = None
-        """Who has sent it; None: clients need no key."""
+        """The tenant that has sent it; None: clients need no key."""
         self.entered = False
-        """Whether its tenant has let it in."""
+        """Whether it counts among its tenant's requests under way."""
         self.taken: float | None = None
-        """Tokens that it has taken of its tenant's; None: it takes none."""
+        """Estimated tokens charged to its tenant; None: none."""
         self.slo = ""
         self.priority = 0
         self.route: Route | None = None
-        """None: not admitted."""
+        """None: not admitted by its head."""
         self.asked = Asked()
         self.wanted: Wanted | None = None
         self.computed = False
-        """Whether the prompt's ids were computed here or asked of an engine."""
+        """Whether the gateway computed the prompt's token ids or had an engine render them."""
         self.without: frozenset[ServingEngine] = frozenset()
         """Engines that may not serve it."""
         self.leg: asyncio.Task[Fields | None] | None = None
-        """Has its prompt computed by another engine; None: nobody does."""
+        """The task that has another engine compute its prompt; None: there is no split."""
         # While it waits (admission.py).
         self.order_s = 0.0
-        """Must not change while it is in the line."""
+        """Its place in the queue's order; must not change while it is in the queue."""
         self.late = False
-        """Whether it is known not to meet its deadline."""
+        """Whether it is known that it cannot meet its deadline."""
         self.timer: Any = None
-        """Rings at its deadline; None: it has not had to wait."""
+        """Timer of its deadline; None: it has not waited."""
         self.found: Choice | Failure | None = None
-        """What became of it; None: it waits."""
+        """The admission's decision; None: it waits."""
         self.decided: Callable[[], None] = lambda: None
         """Called when it is admitted or refused after it has waited."""
         # Its answer.
         self.choice: Choice | None = None
-        """Where it is; None: nowhere."""
+        """The choice whose reservation it holds; None: it holds none."""
         self.model = self.engine = ""
-        """For the metrics: one that its engine serves, and who has answered."""
+        """Labels for the metrics: a model that its engine serves, and the engine that has answered."""
         self.outcome = ""
-        """A word: `ok`, `client_error`, `cancelled`, or the code of a Failure. Empty: it is not over."""
+        """`ok`, `client_error`, `cancelled` …, or the code of a Failure; empty: it has not ended."""
         self.has_first = False
         self.first_s = self.last_s = 0.0
-        """When content came for the first and the last time; 0: never, or only the first is known yet."""
+        """Times of the first and last content; 0: none yet, or last not yet known."""
         self.events = 0
-        """Events of a stream that had content."""
+        """Number of a stream's events with content."""
         self.is_hinted = False
-        """Whether the client says itself what comes next."""
+        """Whether the client itself announces its next request (`kvstrata.next`)."""
         self.failed_inside = False
         """Whether the answer is an error although its status is 200."""
         self.tokens: Mapping[str, int] = {}
-        """By kind, as the answer tells them: `prompt`, `cached`, `completion`."""
+        """Token counts in the answer's `usage`, by kind: `prompt`, `cached`, `completion`."""
 
     @property
     def sender(self) -> str:
@@ -133,12 +133,12 @@ class Request:
 
     @property
     def number(self) -> int:
-        """Its number; -1: it was not read yet."""
+        """Its number; -1: its body has not been parsed."""
         return self.wanted.number if self.wanted is not None else -1
 
     @property
     def charged_tokens(self) -> int:
-        """Tokens that it counts for before its answer tells them: those of its prompt, or a quarter of its bytes."""
+        """Tokens charged before the answer's usage is known: the prompt's, or a quarter of the body's bytes if more."""
         return max(self.wanted.tokens if self.wanted is not None else 1, self.body_bytes // 4)
 
 
@@ -151,25 +151,25 @@ class Requests:
         self._by_number: dict[int, Request] = {}
         self._by_stream: dict[str, Request] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()
-        """Names of the newest that Envoy has ended and that are not known here: perhaps they are still to come."""
+        """Envoy's ids of the newest ended requests that were unknown: they may arrive after the report of their end."""
         self._deciding = 0
         self.idle: Callable[[], None] = lambda: None
-        """Called when the last has ended."""
+        """Called when the last request under way has ended."""
         self.came_s = 0.0
-        """When the newest one came."""
+        """Time of the newest request's arrival."""
 
     @property
     def in_flight(self) -> int:
-        """How many are under way."""
+        """Number of requests under way."""
         return len(self._by_number) + self._deciding
 
     def entered(self, stream: str) -> None:
-        """A long body begins to arrive, unless Envoy has told before that its request has ended."""
+        """Stop counting a long body that `Door.lets_in` has counted if Envoy has reported its request's end before."""
         if stream in self._gone:
             self.parts.door.arriving.end(stream)
 
     def arrived(self, head: Head) -> Request:
-        """A request has come; `decide`, or `drop`, must follow."""
+        """Register a request that has arrived; the caller must call `decide` or `drop`."""
         self._deciding += 1
         self.came_s = self.parts.now_s()
         request = Request(head, self.came_s)
@@ -182,9 +182,9 @@ class Requests:
     async def decide(
         self, request: Request, body: bytes, *, cut: bool = False, subset: Sequence[str] | None = None
     ) -> Chosen | Failure:
-        """Where a request goes, or why it is refused. `cut`: the body goes on. `subset`: places that are allowed.
+        """Choose a request's engine, or refuse it. `cut`: the body continues. `subset`: the allowed endpoints.
 
-        When cancelled, or with a refusal, the request has ended.
+        After a refusal or a cancellation the request has ended.
         """
         decided: Chosen | Failure | None = None
         try:
@@ -198,12 +198,12 @@ class Requests:
         return decided
 
     def drop(self, request: Request, outcome: str) -> None:
-        """A request ends before it is sent anywhere."""
+        """End a request that is not sent to an engine."""
         self._deciding -= 1
         self.end(request, outcome)
 
     async def admit(self, request: Request) -> Failure | None:
-        """The reason why a request is refused by its head alone; None: there is none."""
+        """Check a request's head, and count the request at its tenant; None: admitted, else the refusal."""
         parts, head = self.parts, request.head
         tenant = parts.door.tenant_of(head.headers)
         if isinstance(tenant, Failure):
@@ -216,7 +216,7 @@ class Requests:
             return route
         under_way, most = self.in_flight, parts.settings.max_in_flight
         if under_way > most:
-            says = f"{under_way - 1} requests are under way, of at most {most}"
+            says = f"{under_way - 1} requests are under way, of at most {most}; try again later"
             return Failure(503, "overloaded", says, retry_after_s=1)
         if tenant is not None:
             failure = tenant.enter(request.arrived_s)
@@ -250,7 +250,7 @@ class Requests:
             request.computed, ids = known.ids is not None, known.ids if known.passes else None
             wanted = parts.reader.with_ids(request.asked, wanted, known.ids)
         request.wanted = await parts.controllers.told(wanted)
-        if subset is not None:  # Envoy does not let the picker choose others
+        if subset is not None:  # Envoy would not use an endpoint outside of it
             request.without = frozenset(
                 one for one in parts.fleet if endpoint_of(one.place.address) not in subset
             )
@@ -291,7 +291,7 @@ class Requests:
         return Chosen(request.number, found, headers, removed, fragment)
 
     def _endpoints(self, request: Request, choice: Choice) -> Iterator[str]:
-        """The chosen engine's place, and those of the next best, which must understand the same headers."""
+        """The endpoint of the chosen engine, then of the next best engines that accept the same headers."""
         first, fleet = choice.engine, self.parts.fleet
         helper = choice.prefill.engine.load if choice.prefill is not None else None
         yielded = {endpoint_of(first.place.address)}
@@ -302,7 +302,7 @@ class Requests:
         for target in itertools.chain(next_best, _least_loaded(targets)):
             process, endpoint = target.process, endpoint_of(target.place.address)
             if helper is not None and not may_hand_over(choice.wanted.contract, helper, target.load):
-                continue  # it would wait in vain
+                continue  # this engine could not receive the helper's KV, and would wait in vain
             has_rank = first.rank is None or first.rank < len(process.ranks)
             if endpoint not in yielded and has_rank and process.place.api_key == first.place.api_key:
                 yielded.add(endpoint)
@@ -311,7 +311,7 @@ class Requests:
     # -- the answer --------------------------------------------------------------------------------------------
 
     def early(self, number: int, at_s: float, response: str, *, first: bool) -> None:
-        """The first token of a request has come (`first`), or the id of the response that it stores."""
+        """Handle a report of the watcher's pipe: the first token (`first`), or the stored response's id, or both."""
         if (request := self._by_number.get(number)) is not None:
             if first:
                 self._first(request, at_s)
@@ -319,7 +319,7 @@ class Requests:
                 self.parts.reader.answered(request, response)
 
     def told(self, marks: Marks, now_s: float) -> None:
-        """Envoy tells of a request."""
+        """Handle a line of the access log."""
         request = self._by_number.get(marks.number)
         if request is None:
             if marks.number < 0 and marks.is_end and marks.stream:
@@ -332,7 +332,7 @@ class Requests:
             self._first(request, now_s)
 
     def _unread(self, stream: str) -> None:
-        """Envoy has ended a request without its choice: the client went, or the choice came too late."""
+        """End a request that Envoy has ended without a choice: its client left, or the choice was late."""
         request = self._by_stream.get(stream)
         self.parts.door.arriving.end(stream)
         if request is None:
@@ -345,26 +345,26 @@ class Requests:
             request.left = True
 
     def none_runs(self, before_s: float) -> int:
-        """Our Envoy has no request at all. Returns how many of before that time had ended unnoticed."""
+        """Take note that the gateway's own Envoy has no requests; returns the number of `lost` ones."""
         self.parts.door.arriving.clear()
         return self.lost(before_s)
 
     def lost(self, before_s: float) -> int:
-        """Those of which nothing was heard since then have ended unnoticed. Returns how many there were."""
+        """End the requests that Envoy has last reported before `before_s`; returns their number."""
         old = [one for one in self._by_number.values() if one.heard_s < before_s]
         for one in old:
             self.end(one, CANCELLED)
         return len(old)
 
     def _first(self, request: Request, at_s: float) -> None:
-        """The first token has come."""
+        """Record the first token, once."""
         if not request.has_first and request.choice is not None:
             request.has_first, request.first_s = True, at_s
             request.choice.engine.process.heard_s = self.parts.now_s()
             self.parts.choosing.first_token(request.choice)
 
     def _ended(self, request: Request, marks: Marks) -> None:
-        """Envoy tells how a request has ended."""
+        """Record a request's end as Envoy has reported it."""
         parts, choice, outcome = self.parts, request.choice, marks.outcome
         if choice is None:
             return
@@ -394,7 +394,7 @@ class Requests:
         self.end(request, outcome)
 
     def end(self, request: Request, outcome: str) -> None:
-        """Give everything back, and count the request. Idempotent."""
+        """Release what the request occupies, and count it in the metrics. Idempotent."""
         if request.outcome:
             return
         parts, choice, tenant = self.parts, request.choice, request.tenant
@@ -421,12 +421,12 @@ class Requests:
 
 
 def _least_loaded(targets: Iterable[ServingEngine]) -> Iterator[ServingEngine]:
-    """Only sorted if it is come to that: the next best are known from most decisions."""
+    """The engines with the fewest requests first. Sorted on first use only: most decisions name the next best."""
     yield from sorted(targets, key=lambda one: one.load.requests)
 
 
 def _fields(request: Request) -> Fields:
-    """What tenants' requests have in their bodies; their own fields of these names were refused."""
+    """The fields that the gateway adds for the request's tenant; a body that has them itself was refused before."""
     tenant = request.tenant.settings.kv_tenant if request.tenant is not None else ""
     if not tenant or request.route is None or not request.route.salted:
         return {}
@@ -434,7 +434,7 @@ def _fields(request: Request) -> Fields:
 
 
 def request_id(given: bytes) -> str:
-    """The client's id of its request, or a new one if it gave none that fits into a header and a line of a log."""
+    """The client's id of its request; a new one if that is missing, too long, or not printable ASCII."""
     text = given.decode("latin-1")
     fits = 0 < len(text) <= MAX_ID_CHARS and text.isascii() and text.isprintable()
     return text if fits else secrets.token_hex(16)

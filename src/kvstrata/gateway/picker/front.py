@@ -1,12 +1,12 @@
-"""Answers the questions of this gateway's own Envoy (ext_authz) over HTTP/1.1 on a unix socket.
+"""Answers the ext_authz checks of this gateway's own Envoy over HTTP/1.1 on a unix socket.
 
-    /choose/PATH     the engine of a request to PATH: 200 with headers for Envoy, or the refusal for the client
-    /enter/PATH      authenticates the sender of a long request: 200, or the refusal for the client
-    /v1/models …     clients' requests that the gateway itself answers; Envoy passes them on
-    /healthz         whether this process answers
+    /choose/PATH     chooses the engine of a request to PATH: 200 with headers for Envoy, or the client's refusal
+    /enter/PATH      authenticates the sender of a long request before its body arrives: 200, or the client's refusal
+    /v1/models …     clients' requests that the gateway itself answers; Envoy forwards them here
+    /healthz         Envoy's health check of this process
 
-Only Envoy reaches the socket, whose folder is closed to others.  Heads and bodies are bounded all the same, and a head
-that is not HTTP gets 400.  A connection carries one question at a time, and when it is closed its question is dropped.
+Only Envoy reaches the socket, since its folder is closed to others.  Heads and bodies are bounded all the same, and a
+head that is not HTTP gets 400.  A connection carries one check at a time; closing the connection cancels the check.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ CHOOSE, ENTER = "/choose", "/enter"
 PARTIAL = b"x-envoy-auth-partial-body"
 MAX_HEAD_BYTES = 256 << 10
 MAX_DIGITS = 15
-"""Of the length of a body."""
+"""Maximum digits of a Content-Length."""
 MAX_HELD_BYTES = 1 << 30
-"""Of all bodies that are read."""
+"""Maximum total bytes of request bodies held in memory while they arrive."""
 
 
 class Front:
@@ -61,7 +61,7 @@ class Front:
 
 
 class Question(asyncio.Protocol):
-    """A connection of Envoy's."""
+    """A connection from Envoy, with the check that arrives or is answered on it."""
 
     transport: asyncio.Transport
 
@@ -69,7 +69,7 @@ class Question(asyncio.Protocol):
         self._front = front
         self._received: bytes | bytearray = b""
         self._head: tuple[str, str, dict[bytes, bytes]] | None = None
-        """Method, target and headers of a question that arrives."""
+        """Method, target and headers of the arriving check; None: its head is incomplete."""
         self._begins = 0
         self._length = 0
         self._task: asyncio.Task[None] | None = None
@@ -86,7 +86,7 @@ class Question(asyncio.Protocol):
             self._task.cancel()
 
     def data_received(self, data: bytes) -> None:
-        if not self._received:  # mostly a question comes whole
+        if not self._received:  # most checks arrive whole: no copy
             self._received = data
         else:
             if isinstance(self._received, bytes):
@@ -104,11 +104,11 @@ class Question(asyncio.Protocol):
                 return
             first, *lines = bytes(self._received[:end]).split(b"\r\n")
             words = first.decode("latin-1").split(" ")
-            # Envoy's names are in lower case; of several headers with one name the last counts.
+            # Envoy sends names in lower case; of several headers with the same name the last counts.
             headers = {name: value.strip() for name, _, value in (one.partition(b":") for one in lines)}
             length = headers.get(b"content-length", b"0")
             if len(words) != 3 or not length.isdigit() or len(length) > MAX_DIGITS:
-                self._refuse(Failure(400, "invalid_head", "the head of the question is not HTTP"), "")
+                self._refuse(Failure(400, "invalid_head", "the request's head is not HTTP"), "")
                 self.transport.close()
                 return
             self._head, self._begins, self._length = (words[0], words[1], headers), end + 4, int(length)
@@ -135,7 +135,7 @@ class Question(asyncio.Protocol):
                     self._write(200, (), b"")
             else:
                 self._page(path, headers)
-        except Exception as error:  # the boundary of the port: a defect of ours ends one request
+        except Exception as error:  # the boundary of the port: a defect of the gateway ends one request
             self._front.log.error("request_crashed", path=path, error=type_and_place(error))
             self._refuse(Failure(500, "defect", "a defect of the gateway; see its log"), path)
         finally:
@@ -148,7 +148,7 @@ class Question(asyncio.Protocol):
             return
         requests = self._front.parts.requests
         request = requests.arrived(head)
-        # Envoy calls a part whole that has just the length that it may read.
+        # Envoy does not mark a body as partial whose first part has exactly the maximum length.
         parts_only = not self._front.parts.door.knows_tenants
         cut = head.headers.get(PARTIAL) == b"true" or (parts_only and len(body) >= READ_BYTES)
         decided = await requests.decide(request, body, cut=cut)
@@ -160,7 +160,7 @@ class Question(asyncio.Protocol):
             self._write(200, _chosen(decided), b"")
 
     def _page(self, path: str, headers: dict[bytes, bytes]) -> None:
-        """A page that clients may ask for, who need a tenant's key for the models."""
+        """Answer a client's GET; /v1/models and /version need a tenant's key if there are tenants."""
         parts = self._front.parts
         if path == "/healthz":
             self._json(200, {"ready": True})
@@ -208,7 +208,7 @@ class Question(asyncio.Protocol):
 
 
 def _chosen(chosen: Chosen) -> list[tuple[str, str]]:
-    """The headers that tell Envoy where a request goes."""
+    """The response headers that tell Envoy where to send a request and what to change in it."""
     found = [(ENDPOINT, ",".join(chosen.endpoints)), (NUMBER, str(chosen.number)), *chosen.headers.items()]
     if chosen.removed:
         found.append(("x-envoy-auth-headers-to-remove", ",".join(chosen.removed)))

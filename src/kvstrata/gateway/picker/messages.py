@@ -24,7 +24,7 @@ SUBSET = "x-gateway-destination-endpoint-subset"
 NAMESPACE = "envoy.lb"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 MAX_PART_BYTES = 62_000
-"""Of a body in one message; some proxies take no more than 64 KiB."""
+"""Maximum bytes of a body in one message; some proxies accept at most 64 KiB."""
 
 Message = Any
 """A ProcessingRequest; the package has no types."""
@@ -50,12 +50,12 @@ encode = pb.ProcessingResponse.SerializeToString
 
 
 def headers_of(message: Any) -> dict[bytes, bytes]:
-    """The headers of a message; of several with one name the last. Envoy's names are in lower case."""
+    """The headers of a message, by lower-case name; of several with the same name, the last."""
     return {one.key.lower().encode(): one.raw_value or one.value.encode() for one in message.headers.headers}
 
 
 def metadata(message: Message, namespace: str, key: str) -> list[str] | None:
-    """The texts of an entry of the metadata: a list of texts, or one with commas. None: it is not there."""
+    """The strings in a metadata entry, which is a list or a string with commas. None: there is no such entry."""
     fields = message.metadata_context.filter_metadata
     if namespace not in fields or key not in fields[namespace].fields:
         return None
@@ -65,7 +65,7 @@ def metadata(message: Message, namespace: str, key: str) -> list[str] | None:
 
 
 def chosen(found: Chosen) -> Reply:
-    """The answer to a request's headers: where it goes, where if that fails, and what changes of it."""
+    """The reply to a request's headers: its endpoint, the endpoints for retries, and the changes of its headers."""
     endpoint = ",".join(found.endpoints)
     more = {ENDPOINT: endpoint, **found.headers}
     mutation = pb.HeaderMutation(
@@ -79,7 +79,7 @@ def chosen(found: Chosen) -> Reply:
 
 
 def parts(body: bytes, *, ends: bool) -> list[Reply]:
-    """A request's body in messages of at most MAX_PART_BYTES. `ends`: no trailers follow."""
+    """A request's body, split into messages of at most MAX_PART_BYTES. `ends`: no trailers follow it."""
     starts = range(0, max(1, len(body)), MAX_PART_BYTES)
     return [
         pb.ProcessingResponse(
@@ -92,12 +92,12 @@ def parts(body: bytes, *, ends: bool) -> list[Reply]:
 
 
 def request_trailers() -> Reply:
-    """The request's trailers go on as they are."""
+    """The reply that forwards the request's trailers unchanged."""
     return pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
 
 
 def answer_passes(message: Message) -> Reply:
-    """A part of the answer goes on as it is; our own configuration sends none here."""
+    """The reply that forwards a part of the response unchanged. Envoys set up as documented send no such parts."""
     kind = message.WhichOneof("request")
     if kind == "response_headers":
         return pb.ProcessingResponse(response_headers=pb.HeadersResponse())
@@ -108,7 +108,7 @@ def answer_passes(message: Message) -> Reply:
 
 
 def marks_in(message: Any) -> Iterator[Marks]:
-    """What a message of the access log tells of requests."""
+    """The marks of all requests in a message of the access log."""
     for entry in message.http_logs.log_entry:
         common, fields = entry.common_properties, entry.common_properties.metadata.filter_metadata
         number = fields[AUTHZ].fields[NUMBER].string_value if AUTHZ in fields else ""
@@ -127,7 +127,7 @@ def marks_in(message: Any) -> Iterator[Marks]:
 
 
 def refused(failure: Failure, path: str, word: str) -> Reply:
-    """Envoy answers the client with this failure. `word`: id of the request."""
+    """The reply that makes Envoy answer the client with this failure. `word`: id of the request."""
     headers = {"content-type": "application/json", "x-request-id": word}
     if failure.retry_after_s:
         headers["retry-after"] = str(failure.retry_after_s)

@@ -1,10 +1,10 @@
-"""The picker's gRPC port for Envoys that others run: ext_proc, their access log, and gRPC's health checks.
+"""The picker's gRPC port for an operator's own Envoys: ext_proc, their access log, and gRPC's health checks.
 
     headers ─▶ body ─▶ choice ─▶ the body is forwarded ─▶ … the stream ends with the request
 
-A stream carries one request up to its choice.  The answer does not pass through this process: the access log reports
-its tokens and its end, and each running request once a second.  Where no log is sent, a request counts as ended after
-UNLOGGED_S, since Envoy opens the log's stream only with its first line.
+Each ext_proc stream carries one request.  Its response does not pass through this process: the access log reports the
+response's tokens and end, and once a second that a request still runs.  If no Envoy sends an access log, a request
+counts as ended UNLOGGED_S after its stream; the delay is there because Envoy opens the log only for its first line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-# This process starts Envoy by a fork, in which gRPC's own handlers would end the child.
+# This process forks to start Envoy; gRPC's fork handlers would end the child.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 import grpc
@@ -35,22 +35,22 @@ LOG = "envoy.service.accesslog.v3.AccessLogService"
 HEALTH = "grpc.health.v1.Health"
 LIVENESS = b"liveness"
 SERVING, NOT_SERVING = b"\x08\x01", b"\x08\x02"
-"""HealthCheckResponse with its one field, `status`."""
+"""Encoded HealthCheckResponse messages; their only field is `status`."""
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_HEADER_BYTES = 64 << 10
 ARRIVAL_S = 60.0
-"""Time for a request's body."""
+"""Maximum time for a request's body to arrive."""
 UNHEARD_S, LOOK_S = 60.0, 5.0
-"""A request of which the access log tells nothing for so long has ended; how often that is looked for."""
+"""Time without an access log entry after which a request counts as ended; interval of the search for such requests."""
 UNLOGGED_S = 2.0
 MAX_HELD_BYTES = 1 << 30
-"""Of all bodies that are read."""
+"""Maximum total bytes of request bodies held in memory while they arrive."""
 KEEPALIVE_MS = 10_000
-"""After so long without a frame Envoy is asked whether it is still there, so that its streams end with its host."""
+"""Time without a frame after which Envoy is pinged, so that its streams end if its host has failed."""
 
 
 class OutOfTurn(Exception):
-    """Envoy sent a message that does not follow the one before."""
+    """Envoy sent a message that the protocol does not allow after the previous one."""
 
 
 class PickerServer:
@@ -60,7 +60,7 @@ class PickerServer:
         self.held_bytes = 0
         self.port = 0
         self._logs = 0
-        """Access logs that are being heard."""
+        """Number of open access log streams."""
         self._parts = parts
         self._log = EventLog("picker")
         self._server = grpc.aio.server(
@@ -100,13 +100,13 @@ class PickerServer:
         except RuntimeError:
             raise ConfigError(
                 f"picker.listen: cannot listen on {place}: the port is taken, the address is not this host's, or the "
-                "certificate is not one",
+                "certificate is invalid",
                 field="picker.listen",
             ) from None
         await self._server.start()
 
     async def drain(self, drain_s: float) -> None:
-        """Take no new streams, and let those under way end within `drain_s`."""
+        """Accept no new streams, and give those under way `drain_s` to end."""
         await self._server.stop(drain_s)
 
     async def close(self) -> None:
@@ -114,14 +114,14 @@ class PickerServer:
         await self._server.stop(0)
 
     async def _check(self, request: bytes, _: Any) -> bytes:
-        """Whether the process answers (`liveness`), or an engine serves (any other service)."""
-        # HealthCheckRequest has one field, 1: `service`.
+        """Answer a health check: `liveness` is always SERVING, any other service only while an engine serves."""
+        # A HealthCheckRequest has one field, the string `service`; two bytes (tag and length) precede its text.
         if request[2:] == LIVENESS:
             return SERVING
         return SERVING if self._parts.readiness()[0] else NOT_SERVING
 
     async def _hear(self, stream: Any, _: Any) -> bytes:
-        """An Envoy's access log."""
+        """Receive an Envoy's access log."""
         self._logs += 1
         try:
             async for message in stream:
@@ -132,14 +132,14 @@ class PickerServer:
         return b""
 
     async def find_lost(self) -> None:
-        """End requests whose last line was lost, until cancelled."""
+        """Every LOOK_S, end the requests whose last log entry was lost; runs until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             if count := self._parts.requests.lost(self._parts.now_s() - UNHEARD_S):
-                self._log.warning("requests_lost", count=count, note="Envoy did not tell how they ended")
+                self._log.warning("requests_lost", count=count, note="Envoy did not report their end")
 
     async def _process(self, _: Any, context: Any) -> None:
-        """One stream."""
+        """Serve one ext_proc stream."""
         message = await context.read()
         if message is grpc.aio.EOF:
             return
@@ -194,7 +194,7 @@ class PickerServer:
             await context.write(messages.refused(failure, request.head.path, request.head.word))
 
     async def _body(self, context: Any) -> tuple[bytes | Failure, bool]:
-        """The whole body, and whether trailers follow it. Raises OutOfTurn."""
+        """Read the whole body; returns it, or a refusal, and whether trailers follow. Raises OutOfTurn."""
         body, held = bytearray(), 0
         try:
             async with asyncio.timeout(ARRIVAL_S):
@@ -205,7 +205,7 @@ class PickerServer:
                         return bytes(body), True
                     if kind != "request_body":
                         raise OutOfTurn(
-                            f"{kind or 'a message without content'} where a part of the body was due"
+                            f"expected a part of the body, received {kind or 'a message without content'}"
                         )
                     body += message.request_body.body
                     self.held_bytes += len(body) - held
@@ -213,7 +213,7 @@ class PickerServer:
                     if held > MAX_BODY_BYTES:
                         return TOO_LARGE, False
                     if self.held_bytes > MAX_HELD_BYTES:
-                        says = f"the bodies of all requests under way take {self.held_bytes} bytes"
+                        says = f"the bodies of all arriving requests take {self.held_bytes} bytes; try again later"
                         return Failure(503, "overloaded", says, retry_after_s=1), False
                     if message.request_body.end_of_stream:
                         return bytes(body), False
@@ -224,10 +224,10 @@ class PickerServer:
 
 
 def _head_of(message: Message) -> Head:
-    """Raises OutOfTurn."""
+    """The head in a stream's first message. Raises OutOfTurn."""
     kind = message.WhichOneof("request")
     if kind != "request_headers":
-        raise OutOfTurn(f"{kind or 'a message without content'} where a request's headers were due")
+        raise OutOfTurn(f"expected a request's headers, received {kind or 'a message without content'}")
     headers = messages.headers_of(message.request_headers)
     path = headers.get(b":path", b"").decode("latin-1").partition("?")[0]
     word = request_id(headers.get(b"x-request-id", b""))
@@ -235,7 +235,7 @@ def _head_of(message: Message) -> Head:
 
 
 def _wrong_mode(message: Message) -> Failure | None:
-    """Why nothing can be chosen by what Envoy sends; None: something can."""
+    """The refusal if Envoy's processing mode does not send the body as needed; None: the mode is right."""
     sends_body = not message.request_headers.end_of_stream
     duplex = message.protocol_config.request_body_mode == messages.FULL_DUPLEX
     if message.HasField("protocol_config") and sends_body and not duplex:
@@ -245,7 +245,7 @@ def _wrong_mode(message: Message) -> Failure | None:
 
 
 def _credentials(settings: PickerSettings) -> Any:
-    """The certificate, and with `tls_ca_file` whose certificates clients need. Raises ConfigError."""
+    """The port's TLS credentials; with `tls_ca_file`, clients need a certificate of that CA. Raises ConfigError."""
     cert, key = _read(settings, "tls_cert_file"), _read(settings, "tls_key_file")
     ca = _read(settings, "tls_ca_file") if settings.tls_ca_file else None
     return grpc.ssl_server_credentials([(key, cert)], ca, ca is not None)
