@@ -62,6 +62,8 @@ def test_models_are_bounded_and_a_new_one_is_taken_for_the_others():
         rates.observe("a", f"m{number}", Decoded(1.0, 1.0, 0), 100 if number % 2 else 300)
     assert len(rates._lengths) <= MAX_MODELS
     assert rates.answer_tokens("new")[0] == pytest.approx(200, rel=0.02)
+    rates.observe("a", "chat", Decoded(1.0, 1.0, 0), 10**15)
+    assert rates.answer_tokens("chat")[0] == pytest.approx(200, rel=0.02), "nobody answers so fast"
     rates.observe("a", "chat", Decoded(1.0, 1.0, 0), 7)
     assert rates.answer_tokens("chat") == pytest.approx((7, 7))
 

@@ -292,13 +292,15 @@ class DecodeRates:
 
     def observe(self, engine: str, model: str, decoded: Decoded, tokens: int) -> None:
         """An answer of so many tokens has ended."""
+        seconds, is_long = decoded.seconds / max(1, tokens - 1), tokens >= LEAST_TOKENS
+        if is_long and not LEAST_S <= seconds <= MOST_S:
+            return
         for name in ("", model):
             weight, total, inverse = (ANSWERS_KEPT * one for one in self._lengths.pop(name, (0.0, 0.0, 0.0)))
             self._lengths[name] = weight + 1.0, total + tokens, inverse + 1.0 / max(1, tokens)
         if len(self._lengths) > MAX_MODELS:
             self._lengths.popitem(last=False)
-        seconds = decoded.seconds / max(1, tokens - 1)
-        if tokens >= LEAST_TOKENS and LEAST_S <= seconds <= MOST_S:
+        if is_long:
             self._fit.observe(engine, (1.0, decoded.requests, decoded.prompt_tokens / (tokens - 1)), seconds)
 
     def forget(self, engine: str) -> None:
