@@ -7,10 +7,10 @@
 // Invariants
 //  1. A frame gets its place and its sequence in one step. Frames are acknowledged in order: a sync
 //     covers the frames before the first frame that is not written yet. So after a crash the log is
-//     whole up to the first gap, and no frame behind the gap was ever acknowledged.
+//     complete up to the first gap, and no frame after the gap was ever acknowledged.
 //  2. Every frame, and every segment's header, carries a mark: the sequence up to which all frames
 //     were synced when this frame got its place or this header was made. The next open reads in
-//     full only the records behind the highest mark.
+//     full only the records after the highest mark.
 //  3. After a failed write or sync it is unknown which writes since the last successful sync are on
 //     the medium, so the log takes no more frames and acknowledges none until it is opened again.
 //

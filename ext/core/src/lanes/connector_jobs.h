@@ -77,8 +77,8 @@ class LoadJob : public BatchJob<LoadItem> {
   void run(std::size_t index) override;
   void end() noexcept override;
 
-  // Valid from end() on. Seconds from the making of the job to its first piece; and of those from
-  // there to its end, the share that its threads spent on verifying.
+  // Valid from end() on. Seconds from the creation of the job to its first piece; and the share
+  // of the seconds from there to its end that its threads spent on verifying.
   double wait_s = 0;
   double verify_s = 0;
 

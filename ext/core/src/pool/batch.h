@@ -1,7 +1,7 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// Records of one prompt on their way from a medium into the pool: room for many of them is reserved
-// at once, and their reservations are ended at once, whatever chunks and slices they are of.
+// Loads of one prompt's records from a medium into the pool: extents for many records are reserved
+// in one call, and their reservations end in one call, for any mix of chunks and slices.
 #pragma once
 
 #include <array>
@@ -20,8 +20,8 @@ namespace kvstrata {
 struct LoadRequest {
   const std::uint8_t* keys = nullptr;     // of all chunks; must outlive the request
   std::size_t n_keys = 0;                 // a multiple of the number of slices
-  std::vector<std::uint8_t> parents;      // the keys before chunk 0, one a slice; empty: none
-  std::vector<std::uint64_t> room_bytes;  // room for a record, by slice; positive
+  std::vector<std::uint8_t> parents;      // the keys before chunk 0, one per slice; empty: none
+  std::vector<std::uint64_t> room_bytes;  // length of a record's extent, by slice; positive
   std::array<std::uint8_t, kKeyBytes> identity{};
   std::uint32_t tenant = 0;
   bool tail = false;
@@ -29,7 +29,7 @@ struct LoadRequest {
   std::size_t n_slices() const noexcept { return room_bytes.size(); }
 };
 
-// The first chunk that could not be reserved, and why.
+// The first chunk that could not be reserved, and the reason.
 struct LoadRefusal {
   std::uint32_t chunk = 0;
   ReserveOutcome why = ReserveOutcome::kReserved;  // kReserved: none was refused
@@ -50,13 +50,13 @@ class LoadBatch {
   // new, and the numbers are below `request.n_keys`.
   [[nodiscard]] Status reserve(std::shared_ptr<Pool> pool, const LoadRequest& request,
                                std::span<const std::uint32_t> numbers) noexcept;
-  // Commits the items that are `loaded` if their records are the promised ones, and gives back the
-  // others. `outcomes` has a CommitOutcome for each item, or kGivenBack. REQUIRES: one byte an
-  // item.
+  // Commits the items that are `loaded` if their records are the promised ones, and aborts the
+  // others. `outcomes` gets a CommitOutcome for each item, or kGivenBack. REQUIRES: one byte per
+  // item in both arrays.
   [[nodiscard]] Status finish(const std::uint8_t* loaded, std::uint8_t* outcomes) noexcept;
 
   std::vector<std::uint32_t> numbers;  // of the reserved items' keys
-  std::vector<Hold> holds;             // of the reserved items; whoever takes one drops it
+  std::vector<Hold> holds;             // of the reserved items; the taker of a hold drops it
   std::vector<std::uint32_t> present;  // numbers of keys that are in the pool already
   LoadRefusal refusal;
 

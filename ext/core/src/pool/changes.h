@@ -1,12 +1,12 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// The latest changes of what an instance holds, numbered, for those who keep a copy of that
-// knowledge elsewhere: chunks come to a tier, or leave it. Chunks are named by the first word of
-// their key (the tag). L1 is tier 0; its changes are written under the pool's mutex, those of other
-// tiers by whoever changes them.
+// The latest changes of an instance's chunks (a chunk is added to a tier, or leaves it), numbered,
+// for followers that keep a copy of the list elsewhere. Chunks are named by the first word of their
+// key (the tag). L1 is tier 0; its changes are written under the pool's mutex, those of another
+// tier by the code that changes it.
 //
-// A reader keeps a cursor: the number of the first change that it has not read. Nothing is kept for
-// a reader. A reader that is more than kChanges behind must read all that the instance holds anew.
+// A reader keeps a cursor: the number of the first change that it has not read. No state is kept
+// for a reader. A reader that is more than kChanges behind must read the complete list again.
 //
 // Thread-safe. The object uses no memory until `begin`.
 #pragma once
@@ -30,8 +30,8 @@ enum class Change : std::uint8_t {
   kCleared = 2  // of the whole tier; the tag is 0
 };
 
-// What has become of one tier's chunks by a stretch of changes: apply `cleared` first. No tag is in
-// both lists, and none is in one of them twice.
+// The net effect of a range of changes on one tier's chunks: apply `cleared` first. No tag is in
+// both lists, or in one of them twice.
 struct TierChanges {
   std::uint16_t tier = 0;
   bool cleared = false;
@@ -39,13 +39,13 @@ struct TierChanges {
 };
 
 struct ChangedTiers {
-  std::uint64_t next = 0;  // the cursor after the stretch
+  std::uint64_t next = 0;  // the cursor after the range
   std::vector<TierChanges> tiers;
 };
 
 class Changes {
  public:
-  // Keeps changes from now on. Idempotent. kOsError: no descriptor.
+  // Records changes from now on. Idempotent. kOsError: no descriptor is available.
   Status begin() noexcept;
 
   void note(std::uint16_t tier, Change change, std::uint64_t tag) noexcept {

@@ -1,9 +1,9 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// The one way out of the index: every eviction, clear, removal, failed checksum and aborted
-// reservation ends in leave(), which tells the policy, the buckets, the family, the tenant and the
-// events. The extent is free at once, or, while somebody may still touch its bytes, the entry is
-// quarantined until settle() finds that nobody can any more.
+// Removes entries from the index: every eviction, clear, removal, failed checksum and aborted
+// reservation ends in leave(), which updates the policy, the buckets, the family, the tenant and
+// the events. The extent is free at once; or, while a process may still touch its bytes, the entry
+// is quarantined until settle() finds that none can any more.
 //
 // Keeps: an entry is QUARANTINED exactly while it is in `quarantine`, and only as long as it is
 // pinned, leased, or touchable by a row of an earlier epoch.
@@ -27,7 +27,7 @@ struct ClearResult {
   std::uint64_t kept = 0;
 };
 
-// Entries that clears took out of the index and that somebody still uses: leased, or else held.
+// Entries that clears removed from the index and that are still in use: leased, or else held.
 struct ClearedInUse {
   std::uint64_t held = 0;
   std::uint64_t leased = 0;  // also by processes that were attached to an earlier server
@@ -39,17 +39,17 @@ struct Departures {
              Events& events) noexcept
       : entries(entries), family(family), tenants(tenants), rows(rows), events(events) {}
 
-  // Takes the entry out of the index. REQUIRES: the entry is RESERVED and the cause is kAborted, or
-  // it is READY or UNVERIFIED and the cause is another; an entry that is evicted is not blocked.
+  // Removes the entry from the index. REQUIRES: the entry is RESERVED and the cause is kAborted, or
+  // it is READY or UNVERIFIED and the cause is another; an evicted entry must not be blocked.
   void leave(std::uint32_t entry, Cause cause);
-  // Frees the entry if it is quarantined and nobody can touch its bytes any more.
+  // Frees the entry if it is quarantined and no process can touch its bytes any more.
   void settle(std::uint32_t entry);
   bool is_touchable(std::uint32_t entry) const noexcept {
     const EntryLocal& local = entries.local[entry];
     return local.pins != 0 || local.leases != 0 || rows.is_old(entry);
   }
 
-  // Drops linked entries that nobody uses; returns how many.
+  // Drops linked entries that are not in use; returns their number.
   std::uint64_t remove(const std::uint8_t* keys, std::size_t n_keys, Cause cause);
   // Does the work of Pool::clear for the entries [begin, end).
   void clear(std::uint64_t begin, std::uint64_t end, std::int64_t tenant, ClearResult* result);

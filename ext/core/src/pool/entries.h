@@ -6,7 +6,7 @@
 // Keeps: an extent belongs to exactly one entry that is not FREE. An entry is "blocked", which
 // forbids its eviction, while it is pinned, leased, or held back (reserved, quarantined, or
 // touchable by a row of an earlier epoch). The run of its extent counts blocked entries, and the
-// policy hears when an entry stops being blocked.
+// policy is told when an entry stops being blocked.
 //
 // A part of Pool. REQUIRES, for everything here: the pool's mutex.
 #pragma once
@@ -30,9 +30,9 @@
 
 namespace kvstrata {
 
-// Reports what happened to keys to the server's own parts: a ring of bounded length. Events that
-// nobody took in time are overwritten, oldest first, and counted as lost. `changes` is for copies
-// of this knowledge elsewhere.
+// Reports events of keys to the server's own parts: a ring of bounded length. Events that were not
+// taken in time are overwritten, oldest first, and counted as lost. `changes` reports the same to
+// followers elsewhere.
 
 inline constexpr std::size_t kEventRing = 65'536;
 
@@ -78,7 +78,7 @@ struct Events {
 // used. An extent or entry without memory is never touched, so a full file system costs a refusal,
 // not a SIGBUS.
 
-// Opened in steps, index before extents; the descriptors stay the caller's. Complete, and neither
+// Opened in steps, index before extents; the caller keeps the descriptors. Complete, and neither
 // moved nor changed, once a Pool owns it.
 struct PoolSegment {
   // Gets memory for the first `head_bytes` of the index and for a part of its cold entries. Entries
@@ -139,7 +139,7 @@ struct Entries {
   //
   //   FREE        -> RESERVED     one row, or the server for a load, gets the entry to write it
   //   RESERVED    -> READY        the writer has finished, and the record is the promised one
-  //               -> FREE         the writer gave up, is gone, or wrote another record
+  //               -> FREE         the writer aborted, is gone, or wrote another record
   //               -> QUARANTINED  the same while the bytes are in use
   //   READY       -> FREE         evicted, cleared, removed, or found corrupt
   //               -> QUARANTINED  the same while the bytes are in use
@@ -154,18 +154,18 @@ struct Entries {
   // the first time. UNVERIFIED: the entry, its key and its extent are sound. QUARANTINED or FREE:
   // the entry cannot be served, and its bytes are in use, or not.
   void adopt(std::uint32_t entry, EntryState to) noexcept;
-  // Makes the entry FREE, and gives its extent and itself back.
+  // Makes the entry FREE, and returns its extent and its number to the free ones.
   void release(std::uint32_t entry) noexcept;
   void count_state(std::uint32_t entry, EntryState state, int sign) noexcept;
 
-  // That of its class: the extent of a tail may be longer than its record.
+  // The extent's length, by its class: the extent of a tail may be longer than its record.
   std::uint64_t extent_bytes(std::uint32_t entry) const noexcept {
     return slabs.size_class(local[entry].cls).extent_bytes;
   }
   ExtentRecord extent_record(std::uint32_t entry) const noexcept {
     return {index.offset(entry), index.length(entry), entry, index.generation(entry), 0};
   }
-  // Where the record lies in this process.
+  // Address of the record in this process.
   std::uint8_t* address(std::uint32_t entry) const noexcept {
     return segment.extents_address() + index.offset(entry);
   }
@@ -208,13 +208,13 @@ struct Entries {
     change_blockers(entry, false, [](EntryLocal& changed) { changed.pins -= 1; });
   }
 
-  // Makes the entry, and the run that it lies in, the newest of all.
+  // Marks the entry, and the run that it lies in, as used most recently.
   void renew(std::uint32_t entry, std::memory_order order = std::memory_order_release) noexcept {
     stamp += 1;
     store_word(index.cold(entry).stamp, stamp, order);
     slabs.run(local[entry].run).newest = stamp;
   }
-  // Writes what the policy knows of the entry into the index, for the next server.
+  // Writes the policy's data of the entry into the index, for the next server.
   void store_use(std::uint32_t entry) noexcept {
     store_word(index.cold(entry).use,
                std::uint64_t{local[entry].used_at} << 32 |
@@ -248,8 +248,8 @@ struct Entries {
   std::vector<std::uint32_t> found;  // the result of find()
 };
 
-// The family of an entry, by which chunks continue each other: entries link to their parent in the
-// index, and to their children and siblings in the server's memory.
+// The links between chunks that continue each other: entries link to their parent in the index, and
+// to their children and siblings in the server's memory.
 //
 // Keeps: parents form a forest of linked entries, and EntryLocal::children counts the children. An
 // entry with children is not a victim.
@@ -262,7 +262,7 @@ struct Family {
 
   // REQUIRES: `child` has no parent and is not above `parent`.
   void add(std::uint32_t parent, std::uint32_t child) noexcept;
-  // Takes the entry from its parent, which may then be a victim.
+  // Unlinks the entry from its parent, which may then be a victim.
   void leave_parent(std::uint32_t entry) noexcept;
   void orphan_children(std::uint32_t entry) noexcept;
   // Whether `candidate` is `entry` or above it. Also true if the walk up uses up `budget`.
@@ -281,8 +281,8 @@ struct Family {
   Entries& entries;
 };
 
-// How many bytes each tenant has in the pool, and its quota, up to which no other tenant makes its
-// entries leave (pool/room.h).
+// The bytes of each tenant in the pool, and its quota, up to which other tenants cannot evict its
+// entries (pool/room.h).
 //
 // Keeps: a tenant's bytes are those of its linked entries. A tenant that gets a quota gets an order
 // of the policy of its own, in which its entries are, and keeps it as long as it has bytes; the
@@ -301,7 +301,7 @@ struct Tenants {
   // The entries must outlive the object.
   explicit Tenants(Entries& entries) noexcept : entries(entries) {}
 
-  // Adds an entry to its tenant's account, or takes it out.
+  // Adds an entry to its tenant's account, or removes it.
   void add(std::uint32_t entry);
   void remove(std::uint32_t entry);
   // -1 ends the quota. Evicts nothing. False, and nothing changes, if kMaxQuotas tenants have an

@@ -1,7 +1,7 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// The index file: which chunk lies where in the extents file. One process, the server, writes it;
-// any number of processes map it read-only and look keys up without asking anybody.
+// The index file: maps each chunk to its place in the extents file. One process, the server, writes
+// it; any number of processes map it read-only and look keys up without a request.
 // docs/internals/formats.md describes it for readers in other languages.
 //
 // Layout, all words little-endian, offsets from the start of the file:
@@ -68,10 +68,10 @@ inline constexpr std::uint64_t kRowFlagRegistersMemory = 1;
 
 enum class EntryState : std::uint8_t {
   kFree = 0,
-  kReserved = 1,     // one session may write; nobody sees it
+  kReserved = 1,     // one session may write; invisible to readers
   kReady = 2,        // visible
   kUnverified = 3,   // adopted from an earlier server, checksums not verified yet
-  kQuarantined = 4,  // out of the index, but somebody may still touch the bytes
+  kQuarantined = 4,  // not in the index, but a process may still touch the bytes
 };
 inline constexpr int kEntryStateCount = 5;
 
@@ -180,7 +180,7 @@ struct FormatMismatch {
   std::uint64_t expected = 0;
 };
 
-// How far a prompt can be served whose KV has several groups. A slice with span 0 is needed in each
+// The longest hit of a prompt whose KV has several groups. A slice with span 0 is needed in each
 // chunk of a hit; a slice with span k only in the last k chunks: those of a sliding window, or the
 // last chunk for a state. Chunks before them may be absent.
 
@@ -336,7 +336,7 @@ class IndexView {
 
  private:
   enum class Match : std::uint8_t { kNo, kReady, kNotReady };
-  // How a reader judges one entry.
+  // A reader's comparison of one entry with a key.
   Match match(std::uint32_t entry, const Key& key) const noexcept;
   bool is_ready(const Key& key) const noexcept;
   // First entry in the line whose slot could be the key's, or kNoEntry.

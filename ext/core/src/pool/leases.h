@@ -24,23 +24,23 @@
 namespace kvstrata {
 
 // The keys of a lookup and their entries. A lookup names a prompt by its chain; its storage keys
-// follow from the chain, one for each slice of a chunk. Those of slices with a span, of which a hit
-// needs the last chunks only (pool/index.h), are derived and sought only when they are asked for.
+// are derived from the chain, one for each slice of a chunk. Those of slices with a span, of which
+// a hit needs the last chunks only (pool/index.h), are derived and looked up only when needed.
 
-// The keys of a prompt, by what they are derived from. All three must outlive the object.
+// The keys of a prompt, derived from root, chain and slices, which must outlive the object.
 class ChainKeys {
  public:
   // At most `max_keys` are derived.
   ChainKeys(const Digest& root, std::span<const Digest> chain, std::span<const Digest> slices,
             std::span<const std::uint32_t> spans, std::size_t max_keys);
 
-  // Derives the keys of the slices without a span, and meanwhile fetches into the cache where the
-  // index has them. False if they are more than `max_keys`; then nothing is derived. Takes no lock.
+  // Derives the keys of the slices without a span, and meanwhile prefetches their places in the
+  // index. False if they are more than `max_keys`; then nothing is derived. Takes no lock.
   bool derive_whole(const IndexView& index, const EntryLocal* local);
   // The keys of the slices without a span, chunk-major, and guesses at their entries.
   std::span<const Digest> whole() const noexcept { return whole_keys_; }
   std::span<const std::uint32_t> guesses() const noexcept { return guesses_; }
-  // Which slices have no span.
+  // The numbers of the slices without a span.
   std::span<const std::size_t> whole_slices() const noexcept { return whole_slices_; }
 
   // Writes the keys of the chunks [first, first + n) of one slice to `out`. False if they would be
@@ -75,12 +75,12 @@ class Sought {
   }
   std::size_t n_chunks() const noexcept { return n_chunks_; }
   std::size_t n_slices() const noexcept { return n_slices_; }
-  // More keys would have to be derived than allowed: what at() returned since then is not known.
+  // More keys would have to be derived than allowed; results of at() since then are invalid.
   bool exceeded() const noexcept { return exceeded_; }
 
  private:
   static constexpr std::uint32_t kNotSought = kNoEntry - 1;
-  static constexpr std::size_t kPiece = 16;  // chunks of a slice that are sought together
+  static constexpr std::size_t kPiece = 16;  // chunks of a slice that are looked up together
 
   std::uint32_t seek(std::size_t chunk, std::size_t slice);
 
@@ -94,13 +94,13 @@ class Sought {
 
 inline constexpr std::size_t kMaxBatchKeys = std::size_t{1} << 20;
 inline constexpr std::size_t kMaxLeaseTickets = 65'536;
-inline constexpr std::size_t kMaxEntriesToEnd = 8'192;  // that Leases::to_end looks at
+inline constexpr std::size_t kMaxEntriesToEnd = 8'192;  // limit of entries read by to_end()
 
 struct LeaseResult {
   std::uint64_t ticket = 0;
   std::uint64_t n_chunks = 0;
   std::uint64_t unverified = 0;
-  // If leases would exceed half of the pool: the bytes that other leases must give back before the
+  // If leases would exceed half of the pool: the bytes of other leases that must end before the
   // rest of the prefix can be leased.
   std::uint64_t short_bytes = 0;
   // More keys would have had to be derived than the caller allowed. Then nothing is leased.
@@ -112,7 +112,7 @@ struct Leases {
   struct Lease {
     RowMask rows;
     std::vector<std::uint32_t> entries;
-    std::size_t unused = 0;  // the first ones, by whose lease they are not used
+    std::size_t unused = 0;  // the first entries, for which the lease does not count as a use
   };
   using Iterator = std::unordered_map<std::uint64_t, Lease>::iterator;
 

@@ -1,23 +1,23 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// The L1 pool: the server's side of the shared-memory segment. It alone decides what an extent is
-// used for.
+// The L1 pool: the server's side of the shared-memory segment. Only the pool decides how an extent
+// is used.
 //
-// The state of a pool lies in its parts. The header of each part says what it keeps true:
+// The state of a pool lies in its parts. The header of each part states its invariants:
 //
 //   | part         | what it does                                                       |
 //   |--------------|--------------------------------------------------------------------|
 //   | entries      | keeps the entries, their states, and what protects them            |
-//   | family       | knows which chunk continues which                                  |
-//   | tenants      | counts each tenant's bytes, and knows its quota                    |
-//   | rows         | keeps the session table, and what its processes may touch          |
-//   | departures   | takes entries out of the index, and keeps the quarantine           |
+//   | family       | links chunks that continue each other                              |
+//   | tenants      | counts each tenant's bytes, and keeps its quota                    |
+//   | rows         | keeps the session table, and the entries its processes may touch   |
+//   | departures   | removes entries from the index, and keeps the quarantine           |
 //   | room         | finds a place for a new extent, and evicts entries for it          |
-//   | leases       | protects entries that lookups have promised to processes           |
+//   | leases       | protects entries that lookups have leased to processes             |
 //   | reservations | gives processes entries to write, until they commit or abort       |
 //   | checks       | reads and verifies records: the only work without the mutex        |
-//   | events       | reports what happened to keys                                      |
-//   | changes      | the same, numbered, for copies of this knowledge elsewhere         |
+//   | events       | reports events of keys to the server                               |
+//   | changes      | reports them, numbered, to followers elsewhere                     |
 //
 // adopt.cpp takes over the pool of an earlier server. tests/support/pool_validation.cpp recomputes
 // everything that the parts keep, and compares.
@@ -104,12 +104,12 @@ class Hold {
   std::atomic<bool> held_{false};
 };
 
-// Reads and verifies records: the only work of the pool that is done without its mutex. A pin keeps
-// each extent meanwhile.
+// Reads and verifies records: the only work of the pool that is done without its mutex. A pin
+// protects each extent meanwhile.
 //
 // A part of Pool. REQUIRES, for everything here: the pool's mutex is locked by `lock`. Functions
-// that take it drop it while they read, and hold it again when they return; another thread may have
-// closed the pool by then.
+// that take it release it while they read, and hold it again when they return; another thread may
+// have closed the pool by then.
 
 struct Checks {
   using Lock = std::unique_lock<std::mutex>;
@@ -148,7 +148,7 @@ struct PoolOptions {
 
 class Pool : public std::enable_shared_from_this<Pool> {
  public:
-  // Sizes two empty files and makes a pool in them. The descriptors stay the caller's.
+  // Sizes two empty files and makes a pool in them. The caller keeps the descriptors.
   [[nodiscard]] static Status create(int index_fd, int extents_fd, const PoolOptions& options,
                                      std::shared_ptr<Pool>* out) noexcept;
   // Takes over a pool that an earlier server left. kIncompatible, with `mismatch` filled in, if the
@@ -172,7 +172,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // As row_gone, for a process whose device may still write: entries that are quarantined because
   // of the row stay so (`kept_bytes`). If any do, the row stays claimed until row_gone.
   [[nodiscard]] Status row_stranded(std::uint32_t row, std::uint64_t* kept_bytes) noexcept;
-  // The process lives, and no longer touches anything of earlier epochs.
+  // The process is alive, and no longer touches extents of earlier epochs.
   [[nodiscard]] Status row_quiesced(std::uint32_t row) noexcept;
 
   // Reading.
@@ -186,10 +186,10 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // Leases the leading chunks that are READY for these rows, in each slice as far as its span needs
   // (see Leases::take). Here and below `identity` is the root of the identity for which the caller
   // asks, 32 bytes, or nullptr for any: entries of another identity count as absent. `again`: not
-  // the first lease of a request; the policy does not take it for a return. `unread`: the rows read
-  // none of the bytes by this lease, so UNVERIFIED entries are leased, too. `own_chunks`: so many
-  // leading chunks are in a cache of the caller's, which serves them; leasing them is no use of
-  // them. `tenant`: whose request it is.
+  // the first lease of a request; the policy does not count it as a return. `unread`: the rows read
+  // no bytes by this lease, so UNVERIFIED entries are leased too. `own_chunks`: the number of
+  // leading chunks in a cache of the caller, which serves them; leasing them does not count as a
+  // use. `tenant`: the tenant of the request.
   [[nodiscard]] Status lease(const std::uint8_t* keys, std::size_t n_keys,
                              std::span<const std::uint32_t> spans,
                              std::span<const std::uint32_t> rows, const std::uint8_t* identity,
@@ -231,7 +231,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // CommitOutcome for each index.
   [[nodiscard]] Status commit(std::uint64_t ticket, std::span<const std::uint32_t> indices,
                               bool check, std::uint8_t* outcomes) noexcept;
-  // Gives back the items at `indices` or, with `all`, every item that is left. Returns how many.
+  // Frees the items at `indices` or, with `all`, every item that is left. Returns their number.
   std::uint64_t abort(std::uint64_t ticket, std::span<const std::uint32_t> indices,
                       bool all) noexcept;
 
@@ -248,21 +248,21 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // Bytes of the extents that have counted holds.
   std::uint64_t counted_bytes() noexcept;
 
-  // Learns what is worth keeping from the requests since the last time, if they are enough: a
-  // sample is taken under the mutex a few entries at a time, the rest is done without it. True if
-  // it did. Lets the shadows see these requests, too.
+  // Learns the worth of entries from the requests since the last call, if they are enough: a sample
+  // is taken under the mutex a few entries at a time, the rest is done without it. Returns whether
+  // it learnt. Passes these requests to the shadows too.
   bool learn() noexcept;
   // A request that found none of its chunks in the index, and therefore leases nothing. `keys`:
   // those of the first of its slices.
   void missed(const std::uint8_t* keys, std::size_t n_keys, std::size_t n_slices,
               std::uint32_t tenant) noexcept;
-  // What is said of the next request that will use the chunks of a prompt: `next` of Hint, for the
-  // first of these entries that is present and all before it in its prompt. How many those are.
+  // A hint about the next request with these chunks of a prompt: sets `next` of Hint for the first
+  // of these entries that is present and all before it in its prompt. Returns their number.
   std::size_t hint(const std::uint8_t* keys, std::size_t n_keys, std::uint8_t next) noexcept;
   // The requests from now on are logged, for take(); see RequestLog.
   RequestLog& request_log() noexcept { return request_log_; }
   Forecasts forecasts() noexcept;
-  // All that was learnt, at most 1 MiB, for PoolOptions::lessons of a later pool. It has no keys.
+  // The learnt state, at most 1 MiB, for PoolOptions::lessons of a later pool. It has no keys.
   std::string lessons() noexcept;
   static bool are_lessons(std::string_view bytes) noexcept { return Learner().restore(bytes); }
   // See Value.
@@ -272,10 +272,10 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void set_time(std::uint64_t monotonic_ns) noexcept { time_ns_ = monotonic_ns; }
 
   // Administration.
-  // Drops READY and UNVERIFIED entries that nobody uses.
+  // Drops READY and UNVERIFIED entries that are not in use.
   std::uint64_t remove(const std::uint8_t* keys, std::size_t n_keys) noexcept;
-  // Takes READY and UNVERIFIED entries out of the index. The extent of an entry in use becomes free
-  // when its last use has ended. tenant < 0: those of every tenant.
+  // Removes READY and UNVERIFIED entries from the index. The extent of an entry in use becomes free
+  // when its last use has ended. tenant < 0: entries of every tenant.
   ClearResult clear(std::int64_t tenant) noexcept;
   // tenant < 0: of every tenant.
   ClearedInUse cleared_in_use(std::int64_t tenant = -1) noexcept;
@@ -295,7 +295,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // Sets or clears a kIndexFlag.
   void set_flag(std::uint64_t flag, bool on) noexcept;
   [[nodiscard]] Status prefault_start(std::uint32_t threads) noexcept;
-  // Asks again for memory that the file system refused; call it now and then. Returns the bytes
+  // Asks again for memory that the file system refused; call it periodically. Returns the bytes
   // that are still missing.
   std::uint64_t retry_missing() noexcept;
   Prefault& prefault() noexcept { return prefault_; }
@@ -311,7 +311,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   Pool(std::unique_ptr<PoolSegment> segment, const PoolOptions& options, std::uint64_t epoch);
   [[nodiscard]] static Status check_options(const PoolOptions& options) noexcept;
   [[nodiscard]] Status check_open() const noexcept;
-  // The claimed rows that shall hold a lease.
+  // The claimed rows that will hold a lease.
   [[nodiscard]] Status holders_of(std::span<const std::uint32_t> rows,
                                   RowMask* holders) const noexcept;
   std::uint64_t forget(std::uint32_t row, bool keep_quarantine);

@@ -7,19 +7,19 @@
 // no item left does not exist. A row has at most its share of the pool reserved or quarantined, but
 // may always have one extent.
 //
-// A lookup counts leading chunks, so a chunk is of no use while the one before it is missing. A
-// chunk that is reserved behind a missing parent therefore evicts nothing:
-// - if the parent was refused to a process, nobody has it, and the chunk is refused
-//   (kParentAbsent). Chunks that the server itself loads are in L2 and not bound by this;
-// - if there is no L2, the chunk gets free room or is refused likewise;
+// A lookup counts leading chunks, so a chunk is useless while the one before it is missing. A
+// chunk that is reserved after a missing parent therefore evicts nothing:
+// - if the parent was refused to a process, no tier has it, and the chunk is refused
+//   (kParentAbsent). Chunks that the server itself loads are in L2 and exempt from this;
+// - without an L2, the chunk gets free space or is refused likewise;
 // - otherwise L2 may have the parent, and the chunk is treated like any other.
 //
-// A new chunk that is worth less than every chunk that could leave for it is refused (kWorthLess),
-// unless L2 takes it, or the server itself loads it for a request. The best chunk of the request
-// speaks for all.
+// A new chunk that is worth less than every chunk that could be evicted for it is refused
+// (kWorthLess), unless L2 takes it, or the server itself loads it for a request. The request's most
+// valuable chunk decides for all.
 //
 // A key whose entry is of another identity is refused like one that finds no place in the index:
-// the keys of two identities are never equal, unless a client has chosen them to be.
+// the keys of two identities are equal only if a client has chosen them so.
 //
 // A part of Pool. REQUIRES, for everything here: the pool's mutex.
 #pragma once
@@ -48,7 +48,7 @@ struct ReserveRequest {
   const std::uint8_t* parent = nullptr;  // 32 bytes or none
   std::uint64_t record_bytes = 0;
   bool tail = false;               // the record is a tail
-  std::uint64_t extent_bytes = 0;  // at least so long an extent, 0: as the record needs
+  std::uint64_t extent_bytes = 0;  // minimum length of the extent; 0: that of the record
   std::uint32_t row = 0;
   const std::uint8_t* identity = nullptr;  // 32 bytes
   std::uint32_t tenant = 0;
@@ -112,13 +112,13 @@ struct Reservations {
   bool begin_commit(std::uint64_t ticket, std::span<const std::uint32_t> indices,
                     std::vector<std::uint32_t>* pinned, Key* identity);
   // Unpins them, and commits those whose record has an acceptable length, which becomes the
-  // entry's; the extents of the others are given back. `lengths` empty: the records were not looked
-  // at. An item that another thread ended meanwhile is kNotReserved.
+  // entry's; the extents of the others are freed. `lengths` empty: the records were not read. An
+  // item that another thread ended meanwhile is kNotReserved.
   void end_commit(std::uint64_t ticket, std::span<const std::uint32_t> indices,
                   const std::vector<std::uint32_t>& pinned,
                   const std::vector<std::uint32_t>& lengths, std::uint8_t* outcomes);
-  // Whether an entry's record may have this length: it is the reserved one, or, for what the server
-  // itself loads, a shorter one that takes the same room; a tail has a whole chunk's room.
+  // Whether an entry's record may have this length: the reserved one, or, for records that the
+  // server itself loads, a shorter one that needs the same extent; a tail has a chunk's extent.
   bool may_have_length(std::uint32_t entry, std::uint32_t row, std::uint32_t length) const;
   // As Pool::abort.
   std::uint64_t abort(std::uint64_t ticket, std::span<const std::uint32_t> indices, bool all);
@@ -126,14 +126,14 @@ struct Reservations {
   // The entry of an item, kNoEntry when it is not reserved.
   std::uint32_t item(std::uint64_t ticket, std::uint64_t index) const;
 
-  // Reserves one key that is not in the pool. kReserved, or why not; here kChainExceedsPool means
-  // only that there is no room, and why_no_room() then finds the cause.
+  // Reserves one key that is not in the pool. Returns kReserved, or the refusal; kChainExceedsPool
+  // means here only that no extent is available, and why_no_room() then finds the cause.
   ReserveOutcome reserve_one(const ReserveRequest& request, const Key& key, std::uint64_t bytes,
                              std::uint32_t parent, bool may_evict, float worth, std::uint32_t* cls,
                              std::uint32_t* out);
   // Chunks before a child of this entry.
   std::size_t depth_below(std::uint32_t parent) const noexcept;
-  // Of the new chunk of the request, from this key on and this depth, that is worth most.
+  // The highest worth of the request's new chunks, from this key on at this depth.
   float best_worth(const ReserveRequest& request, std::size_t first,
                    std::size_t depth) const noexcept;
   // kChainExceedsPool if the request's own chain takes most of what cannot be evicted, else
@@ -151,7 +151,7 @@ struct Reservations {
   const std::uint64_t row_limit;  // bytes
   std::uint64_t& next_ticket;
   std::unordered_map<std::uint64_t, Reservation> reservations;  // by ticket
-  RefusedKeys refused;  // keys that were refused to processes and that nobody has stored since
+  RefusedKeys refused;  // keys that were refused to processes and not stored since
   ReservationCounts counts{};
 };
 

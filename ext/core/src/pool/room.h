@@ -1,13 +1,13 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// Finds the place of a new extent, and the entries that leave for it: the policy's victim in the
+// Finds the place of a new extent, and evicts entries for it: the policy's victim in the
 // extent's own size class or, if it is older, a window of runs of other classes, with the entries
 // in it and all their descendants.
 //
-// Keeps: an extent is handed out only once the file system has given it memory (Backing). A blocked
-// entry is never evicted, nor is an ancestor of one. An entry of a tenant that has no more than its
-// quota leaves only for one that is within the quota of its own tenant, and only if nothing else
-// can leave.
+// Keeps: an extent is handed out only when the file system has given it memory (Backing). A blocked
+// entry is never evicted, nor is an ancestor of one. An entry of a tenant within its quota is
+// evicted only for an entry that is within its own tenant's quota, and only if no other entry can
+// be evicted.
 //
 // A part of Pool. REQUIRES, for everything here: the pool's mutex.
 #pragma once
@@ -35,7 +35,7 @@ struct Room {
         policy(entries.policy),
         backing(entries.segment.extents_backing) {}
 
-  // What may leave for an entry that comes.
+  // The new entry, and which entries may be evicted for it.
   struct Claim {
     std::uint64_t bytes;  // of its extent
     std::uint32_t order;  // of its tenant, see Tenants
@@ -51,25 +51,25 @@ struct Room {
   };
 
   enum class Made : std::uint8_t { kPlace, kNone, kWorthLess, kProtected };
-  // Finds an extent for the entry; evicts others for it, if that is allowed. kNone when that is not
-  // allowed, or when nothing more can be evicted; kProtected when only what quotas protect can be;
-  // kWorthLess when what could be is worth more.
+  // Finds an extent for the entry; evicts others for it, if that is allowed. kNone: it is not,
+  // or no further entry can be evicted; kProtected: only entries that quotas protect could be;
+  // kWorthLess: the entries that could be are worth more.
   [[nodiscard]] Made make(std::uint32_t cls, std::uint32_t entry, const Claim& claim,
                           SlabPlace* place);
   // Evicts one entry of any class, to free an entry number (kPlace); else as make().
   [[nodiscard]] Made evict_one_entry(const Claim& claim);
 
-  // Whether the order's tenant still has more than its quota when so many of its bytes are gone;
-  // the one of the claim has the claim's bytes already.
+  // Whether the order's tenant still exceeds its quota after losing `gone` bytes; the claim's
+  // tenant counts with the claim's bytes.
   bool may_lose(std::size_t order, std::uint64_t gone, const Claim& claim) const noexcept;
-  // The least worth entry of the class that can leave; if `protects`, of those that may.
+  // The entry of the class with the least worth that can, or with `protects` may, be evicted.
   Victim find_victim(std::uint32_t cls, const Claim& claim, bool protects);
 
   // A free extent that has memory. False when there is none.
   bool take_place(std::uint32_t cls, std::uint32_t entry, SlabPlace* place);
   // Evicts everything in the window with all descendants, unless one of them is blocked, was used
-  // at or after the stamp `older_than`, is worth more than `worth`, or, if `protects`, would leave
-  // its tenant within its quota; then nothing changes and the window is left alone for a while.
+  // at or after the stamp `older_than`, is worth more than `worth`, or, if `protects`, would
+  // leave its tenant within its quota; then nothing changes and the window is skipped for a while.
   // Returns whether a quota was the reason.
   bool evict_window(const SlabMap::Window& window, std::uint64_t older_than, float worth,
                     const Claim& claim, bool protects);
@@ -82,7 +82,7 @@ struct Room {
   SlabMap& slabs;
   Value& policy;
   Backing& backing;
-  std::uint64_t operations = 0;  // searches for room so far, the clock of Run::retry_at
+  std::uint64_t operations = 0;  // searches for an extent so far, the clock of Run::retry_at
   // Scratch of evict_window; `leaving`: bytes by order.
   std::vector<std::uint32_t> family;
   std::vector<std::uint64_t> leaving;

@@ -3,9 +3,9 @@
 // The session table, one row for each attached process (row 0 is the server), and the entries that
 // a process may touch: the rows recorded in each entry, and the bytes that each row has reserved.
 //
-// Keeps: the rows in a cold entry include every row that may touch its bytes, before that process
-// can learn where they are. An entry that rows of an earlier epoch may touch is held back until
-// each of them is gone or quiesced; no clock ends that.
+// Keeps: the rows in a cold entry include every row that may touch its bytes, from before that
+// process can learn their place. An entry that rows of an earlier epoch may touch is held back
+// until each of them is gone or quiesced; no clock ends that.
 //
 // A part of Pool. REQUIRES, for everything here: the pool's mutex.
 #pragma once
@@ -70,8 +70,8 @@ struct RowMask {
 // Row 0, the server's own, has no state.
 enum class RowState : std::uint8_t {
   kUnclaimed,  // no process has the row
-  kCurrent,    // its process is attached, and touches nothing of earlier servers
-  kOld,        // it was attached to an earlier server, and may touch the extents that it knew then
+  kCurrent,    // its process is attached, and touches no extent of earlier servers
+  kOld,        // it was attached to an earlier server, and may touch its extents of that time
   kStranded,   // its process is gone, but a device may still write on its behalf
 };
 

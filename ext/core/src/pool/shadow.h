@@ -1,9 +1,9 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// Shadows: what the pool would hit if it were of another size. A shadow is a cache without bytes
-// that the pool's own policy manages. It sees a sample of the chunks of every request, chosen by a
-// hash of their keys, and has room for as large a share of the chunks (SHARDS, Waldspurger et al.,
-// FAST 2015). Without sampling it is a replay of the requests.
+// Shadows: estimate the hits of pools of other sizes. A shadow is a cache without bytes that the
+// pool's own policy manages. It gets a sample of the chunks of every request, chosen by a hash of
+// their keys, and its capacity is scaled by the same factor (SHARDS, Waldspurger et al., FAST
+// 2015). Without sampling it replays the requests exactly.
 #pragma once
 
 #include <algorithm>
@@ -43,9 +43,9 @@ static_assert(sizeof(LoggedRequest) == 16);
 // The requests since the last call of take(), if it was started. Thread-safe; its mutex is a leaf.
 class RequestLog {
  public:
-  static constexpr std::size_t kMaxBytes = 64 << 20;  // further requests are left out
+  static constexpr std::size_t kMaxBytes = 64 << 20;  // further requests are dropped
 
-  // `salt`: a random number, with which tags are mixed so that nobody can tell the keys.
+  // `salt`: a random number that is mixed into tags, so that the log does not reveal keys.
   void start(std::uint64_t salt) noexcept { salt_.store(salt | 1, std::memory_order_relaxed); }
   void add(const std::uint8_t* keys, std::size_t n_chunks, std::size_t stride,
            std::uint64_t monotonic_ns, Hint hint = {});
@@ -67,8 +67,8 @@ struct ShadowSums {
   void fade(double factor) noexcept;
 };
 
-// An engine's own cache: of `capacity` chunks, it loses those that were used longest ago, of a
-// prompt the last ones first.
+// A model of an engine's own cache of `capacity` chunks: it evicts the least recently used
+// chunks, those of one prompt from the last one on.
 class EngineCache {
  public:
   explicit EngineCache(std::size_t capacity) : capacity_(capacity) {}
@@ -119,10 +119,10 @@ class Shadow {
   Shadow(std::size_t capacity, std::string_view policy, double depth_cost, bool refuses,
          std::size_t engine_chunks = 0, bool late = false);
 
-  // A lookup of a prompt, and the store of what it misses. Returns the hits among `chunks`, and
-  // adds to the sums. Learns now and then.
+  // A lookup of a prompt, and the store of the missing chunks. Returns the hits among `chunks`,
+  // and adds to the sums. Learns from time to time.
   std::size_t request(std::span<const SampledChunk> chunks, std::uint64_t monotonic_ns);
-  // What is said of the next request that will use these chunks.
+  // A hint about the next request that will use these chunks.
   void hint(std::span<const SampledChunk> chunks, std::uint64_t monotonic_ns, Hint hint);
   // All requests of a log. False, having seen those before it, if one is incomplete.
   [[nodiscard]] bool replay(std::string_view log);
@@ -133,12 +133,12 @@ class Shadow {
   double cost(std::size_t depth) const noexcept {
     return 1 + depth_cost_ * static_cast<double>(depth);
   }
-  // Counts a request with so many hits.
+  // Counts a request with `hits` hits.
   void count(std::span<const SampledChunk> chunks, std::size_t hits);
-  // Touches the leading chunks behind the first `own` that are here, and stores the others if
-  // `stores`. Returns how many leading chunks were here.
+  // Touches the leading chunks after the first `own` that are present, and stores the others if
+  // `stores`. Returns the number of leading chunks that were present.
   std::size_t use(std::span<const SampledChunk> chunks, std::size_t own, bool stores);
-  // An entry for a new chunk, kNoEntry if nothing may leave for it.
+  // An entry for a new chunk; kNoEntry if no entry may be evicted for it.
   std::uint32_t make_room(float worth);
   void learn();
 
@@ -160,16 +160,16 @@ class Shadow {
 // Of the pool's size, or of a tenant's share of it.
 inline constexpr std::array<double, 4> kFactors = {0.5, 1, 2, 4};
 
-// What the requests of late would have hit at a size; shares of chunks, and of seconds.
+// The hits that recent requests would have had at a size, as shares of chunks and of seconds.
 struct Forecast {
   double factor;
   double hits;
   double seconds;
 };
 
-// A tenant's share of the pool, and what its requests would hit with any other and nothing beyond.
-// A share keeps the chunks that were used last: those at the end of a stack (Mattson et al., IBM
-// Systems Journal 1970), whose depths tell of all shares at once.
+// A tenant's share of the pool, and the hits of its requests with a share of any other size. A
+// share keeps the most recently used chunks: those at the end of a stack (Mattson et al., IBM
+// Systems Journal 1970), whose depths give the hits for all sizes at once.
 struct TenantShare {
   std::uint32_t tenant = 0;
   std::uint64_t bytes = 0;    // in the pool now
@@ -189,7 +189,7 @@ struct TenantShare {
   Forecast forecast(double factor, double rate) const noexcept;
 };
 
-// The shares of the tenants with most requests; the last one is that of all others together.
+// The shares of the tenants with the most requests; the last one is of all others together.
 struct TenantForecast {
   std::uint32_t tenant;
   bool is_rest;
@@ -203,14 +203,14 @@ struct Forecasts {
   std::vector<TenantForecast> tenants;
 };
 
-// A pool's shadows. The pool tells them of its requests; run() lets the shadows see them, on a
-// thread that may take its time.
+// A pool's shadows. The pool queues its requests; run() passes them to the shadows, on a thread
+// that may block.
 class Shadows {
  public:
   static constexpr std::size_t kChunks = 512;          // of the shadow of factor 1
   static constexpr std::size_t kTenantChunks = 8192;   // of the shares of all tenants together
   static constexpr std::size_t kTenants = 16;          // besides the others
-  static constexpr std::size_t kMaxWaiting = 1 << 18;  // chunks; further ones are left out
+  static constexpr std::size_t kMaxWaiting = 1 << 18;  // chunks; further ones are dropped
 
   explicit Shadows(double depth_cost) noexcept : depth_cost_(depth_cost) {}
 
@@ -243,8 +243,8 @@ class Shadows {
   Forecasts forecasts() const;
 
  private:
-  // That of a tenant which makes a request: its own, which it gets by making twice as many requests
-  // as the least busy one that has one, or that of the others.
+  // The share of a tenant that makes a request: its own, which it gets by making twice as many
+  // requests as the least busy tenant with a share, or that of the others.
   TenantShare& share_of(std::uint32_t tenant);
 
   const double depth_cost_;
@@ -253,9 +253,9 @@ class Shadows {
   std::uint64_t shadows_below_ = 0;  // the same for the shadows, which see fewer
   Waiting waiting_;
   std::vector<Shadow> shadows_;  // by factor
-  ShadowSums expected_;          // what a sample without luck would have had, by chunks and cost
+  ShadowSums expected_;          // the sums of a perfectly proportional sample
   std::vector<TenantShare> shares_;
-  std::unordered_map<std::uint32_t, double> requests_;  // of late, of tenants among the others
+  std::unordered_map<std::uint32_t, double> requests_;  // recent ones, of tenants without a share
 };
 
 }  // namespace kvstrata

@@ -2,7 +2,7 @@
 //
 // Space of the extents file: at most kMaxSlabs slabs of equal size (the last one may be shorter),
 // grouped into runs of one or more neighbours. A run holds extents of one size, its class. A run
-// without extents belongs to nobody, and its slabs can join a run of any class.
+// without extents is unowned, and its slabs can join a run of any class.
 //
 // - The first extent that is stored in an empty pool chooses the geometry: a slab is the smallest
 //   multiple of that extent that is at least 1/32 of the pool. When the pool is empty again and an
@@ -74,7 +74,7 @@ class SlabMap {
     std::uint32_t used = 0;
     std::uint32_t blocked = 0;         // blocked entries in it (pool/entries.h)
     std::uint64_t newest = 0;          // stamp of the last use of anything in it
-    std::uint64_t retry_at = 0;        // do not look into it before this many operations were done
+    std::uint64_t retry_at = 0;        // skip it until this many operations were done
     std::uint32_t fresh = 0;           // slots at or above this one were never used
     std::vector<std::uint32_t> slots;  // entry + 1
     std::vector<std::uint32_t> freed;
@@ -96,8 +96,8 @@ class SlabMap {
   // The words are those of an index; they must outlive the map and be zero for a fresh pool.
   SlabMap(std::uint64_t extents_bytes, std::uint64_t* slab_bytes_word,
           std::span<std::uint64_t> table) noexcept;
-  // Reads geometry and runs back from the words; whatever does not fit is cleared. False when the
-  // slab size itself is impossible (then nothing is allocated and the geometry is unset).
+  // Reads geometry and runs back from the words; invalid runs are cleared. False when the slab
+  // size itself is impossible (then nothing is allocated and the geometry is unset).
   bool restore() noexcept;
 
   static std::uint64_t round_up(std::uint64_t bytes) noexcept {

@@ -1,27 +1,27 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// The eviction policy: the leaf that is worth least goes first.
+// The eviction policy: evicts the leaf with the least worth.
 //
-// An entry is of a kind: how long its last pause was, if it was used again at all (returned), how
-// deep in its prompt it lies, and whether several chunks continue it. If somebody has said what
-// comes next (a hint), this and who says so take the place of the last pause. Each kind learns its
-// hazard of return from the time that its entries were exposed; entries that were evicted, or that
-// still wait, count for the time that they waited (censoring). A key that comes back after it left,
-// or was refused, has its real pause, if it is still remembered. The worth of an entry is the
-// Gittins index of its kind at the entry's age, the highest rate of returns that keeping it can
-// bring over any time from now on, times the cost of computing a chunk so deep in a prompt. Among
-// the entries of one size class, which all take the same room, the least worth leaf is the victim;
-// tenants with a quota have orders of their own, of which the pool compares the victims.
-// Measured beside LRU, ARC and S3-FIFO: docs/decisions/13-value.md and benchmarks/value.py.
+// An entry belongs to a kind: the length of its last pause, if it was used again at all (returned),
+// its depth in its prompt, and whether several chunks continue it. If a hint says what comes next,
+// the hint and the group of its sender replace the last pause. Each kind learns its hazard of
+// return from the time that its entries were exposed; entries that were evicted, or that still
+// wait, count for the time that they waited (censoring). A key that comes back after it was evicted
+// or refused has its real pause, if it is still remembered. The worth of an entry is the Gittins
+// index of its kind at the entry's age (the highest rate of returns that keeping it can bring over
+// any time from now on), times the cost of computing a chunk at its depth. Among the entries of one
+// size class, which all have equal extents, the leaf with the least worth is the victim; tenants
+// with a quota have orders of their own, of which the pool compares the victims. Measured against
+// LRU, ARC and S3-FIFO: docs/decisions/13-value.md and benchmarks/value.py.
 //
-// The entries of a kind lie in a list, last used first, so their worth is compared at the cold ends
-// only: by a heap of one bid a list. A bid's worth changes with time. The next victim's is computed
-// anew before it is believed; all of them are when a part of a victim's age has passed. An entry in
-// the way at a cold end (blocked, or with children) leaves the list ("parks"), and returns by
+// The entries of a kind form a list, last used first, so only the cold ends of lists are compared:
+// by a heap with one bid per list. A bid's worth changes with time. The next victim's is recomputed
+// before it is used; all are when a part of a victim's age has passed. An entry that cannot be
+// evicted at a cold end (blocked, or with children) leaves the list ("parks"), and returns by
 // unblocked(). So a victim is found in amortised logarithmic time.
 //
-// Value is not thread-safe: called under the pool's lock. A lesson (what was seen since the last
-// one, and a sample of what waits) is taken under it, and the Learner makes rows of it without it.
+// Value is not thread-safe: called under the pool's lock. A lesson (observations since the last
+// one, and a sample of waiting entries) is taken under it; the Learner makes rows of it without it.
 #pragma once
 
 #include <array>
@@ -42,22 +42,22 @@
 
 namespace kvstrata {
 
-// What an entry is, of all that its kind depends on. It lies in the index too, for the next server.
+// The features of an entry that decide its kind. The index has them too, for the next server.
 struct Traits {
   std::uint16_t depth = 0;          // chunks before it in its prompt, at most 65,535
   std::uint8_t is_branch : 1 = 0;   // two chunks continued it at once
   std::uint8_t is_tail : 1 = 0;     // the unfinished last chunk of a prompt: worth nothing
   std::uint8_t was_loaded : 1 = 0;  // from L2, for the request that uses it next
-  std::uint8_t hint : 4 = 0;        // what comes next, as far as is said; 0: nothing is
+  std::uint8_t hint : 4 = 0;        // what comes next, by a hint; 0: no hint
   std::uint8_t pause : 6 = 0;       // its last pause in octaves, 1: less than a second; 0: none;
-                                    // with a hint, the group of those who say it
-  std::uint8_t model : 2 = 0;       // which costs it has, see Value::set_cost
+                                    // with a hint, the group of its sender
+  std::uint8_t model : 2 = 0;       // whose cost it has, see Value::set_cost
 };
 static_assert(sizeof(Traits) == 4);
 
-// The part of an entry that lies in the server's own memory; made anew after a restart.
+// The part of an entry in the server's own memory; rebuilt after a restart.
 struct alignas(64) EntryLocal {
-  // The policy's: the list of its kind, and what it knows of the entry.
+  // For the policy: the list of its kind, and its data of the entry.
   std::uint32_t list_previous;
   std::uint32_t list_next;
   std::uint32_t used_at;  // ticks, see Value::tell_time
@@ -97,9 +97,9 @@ inline constexpr std::uint8_t kNoPause = 31;
 inline constexpr int kTickShift = 24;
 inline constexpr std::size_t kMaxKinds = 2'048;
 
-// What is said of the next request that will use the chunks of a prompt. Nobody is trusted: a hint
-// is a feature of a kind, so what it is worth is learnt, by groups of tenants. In the index and in
-// the log of requests (docs/internals/formats.md).
+// A statement about the next request that will use the chunks of a prompt. Hints are not
+// trusted: a hint is a feature of a kind, so its value is learnt, by groups of tenants. Stored in
+// the index and in the log of requests (docs/internals/formats.md).
 struct Hint {
   static constexpr std::uint8_t kNext = 15;   // Traits::hint; the names are in kvstrata.types.Next
   static constexpr std::uint8_t kGroups = 7;  // tenants fall into them by their numbers
@@ -125,7 +125,7 @@ struct WaitCounts {
 using Features = std::uint16_t;
 inline constexpr std::size_t kPauses = 32;
 inline constexpr std::size_t kSomes = kPauses + Hint::kNext + 1;
-// The pause, or the hint whoever says it.
+// The pause, or the hint without its group.
 constexpr std::size_t some_of(Features features) noexcept {
   const std::size_t hint = features >> 10 & Hint::kNext;
   return hint == 0 ? features % kPauses : kPauses + hint;
@@ -135,20 +135,20 @@ inline constexpr std::size_t kFeatures = std::size_t{1} << 16;
 // By age: the Gittins index at its beginning; at last, at the end of the last.
 using Row = std::array<float, kAges + 1>;
 
-// What a Learner learns from. All by the number of a kind.
+// The input of a Learner. All by the number of a kind.
 struct Lesson {
   std::vector<Features> kinds;
   std::vector<WaitCounts> ended;
   std::vector<WaitCounts> waiting;  // a sample of the entries in the pool, weighted
 };
 
-// What was learnt of all kinds. Evidence fades: a lesson counts half after 34 further ones.
+// The learnt state of all kinds. Evidence decays: a lesson counts half after 34 further ones.
 class Learner {
  public:
   // Rows for Value::teach().
   std::vector<Row> learn(const Lesson& lesson);
-  // All that was learnt, at most 1 MiB; and back. False, and nothing changes, if `bytes` are no
-  // such thing.
+  // Saves the learnt state, at most 1 MiB, and restores it. False, without a change, if `bytes`
+  // are not a saved state.
   std::string save() const;
   [[nodiscard]] bool restore(std::string_view bytes);
   const std::vector<Features>& kinds() const noexcept { return kinds_; }
@@ -202,11 +202,11 @@ class Value {
   // The entry is in the pool now, as the hottest of its kind. Its traits, size class and time of
   // use are set; a time that lies ahead becomes now.
   void insert(std::uint32_t entry);
-  // It was used again, unless `same`: by the request that used it last, or by a peer.
+  // It was used: again, or, with `same`, by the request that used it last, or by a peer.
   void touch(std::uint32_t entry, bool same = false);
   // A second chunk continues it.
   void branch(std::uint32_t entry);
-  // Somebody has said what comes next; until the entry is used again. False if this changes
+  // A hint about what comes next; valid until the entry is used again. False if it changes
   // nothing.
   bool hint(std::uint32_t entry, Hint hint);
   // It is about to leave the pool. `tag`: the first word of its key. `evicted`: for the sake of
