@@ -264,6 +264,11 @@ cdef extern from "pool/changes.h" namespace "kvstrata" nogil:
     cdef enum class Change(unsigned char):
         pass
 
+    cdef cppclass ChangeEntry:
+        uint64_t tag
+        uint16_t tier
+        Change change
+
     cdef cppclass TierChanges:
         uint16_t tier
         cbool cleared
@@ -279,6 +284,7 @@ cdef extern from "pool/changes.h" namespace "kvstrata" nogil:
         Status begin() noexcept
         void note_all(uint16_t, Change, const uint64_t*, size_t, size_t) noexcept
         uint64_t next() noexcept
+        cbool read(uint64_t, size_t, vector[ChangeEntry]*) except +
         cbool read(uint64_t, size_t, ChangedTiers*) except +
         cbool wait(uint64_t) noexcept
         int fd() noexcept
@@ -301,14 +307,6 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
 
     cdef cppclass ExtentRecord:
         pass
-
-    cdef enum class EventKind(unsigned char):
-        kEvicted
-
-    cdef cppclass CEvent "kvstrata::Event":
-        EventKind kind
-        CKey key
-        uint64_t bytes
 
     cdef cppclass PoolOptions:
         uint64_t extents_bytes
@@ -340,7 +338,6 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         int64_t quota_bytes
 
     cdef cppclass PoolStats:
-        uint64_t events_lost
         double fragmentation
         const char* policy
         vector[ClassStats] classes
@@ -478,7 +475,7 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         ClearedInUse cleared_in_use(int64_t) noexcept
         uint64_t ready_tags(uint64_t, uint64_t, vector[uint64_t]*) noexcept
         cbool set_quota(uint32_t, int64_t) noexcept
-        vector[CEvent] take_events(uint64_t*) noexcept
+        vector[CKey] take_verified() noexcept
         Changes& changes() noexcept
         PoolStats stats() noexcept
         void heartbeat() noexcept

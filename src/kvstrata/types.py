@@ -181,18 +181,16 @@ class LeaseName(NamedTuple):
     epoch: int
 
 
-class PoolEvent(enum.IntEnum):
-    """The kind of an event of a chunk in L1, as `Pool.events` reports it."""
+class PoolChange(enum.IntEnum):
+    """What became of a chunk in L1, as `Pool.l1_changes` tells it."""
 
+    CAME = 0
+    """It was stored or loaded, or it was adopted from an earlier server and has been verified."""
     EVICTED = 1
-    CLEARED = 2
-    CORRUPT = 3
-    INSERTED = 4
-    QUARANTINED = 5
-    VERIFIED = 6
-    """The chunk was adopted from an earlier server, and is READY from now on."""
-    REMOVED = 7
+    CLEARED = 3
+    REMOVED = 4
     """`Pool.remove` removed the chunk, or it was cleared with its identity."""
+    CORRUPT = 5
 
 
 class Next(enum.IntEnum):

@@ -860,25 +860,15 @@ cdef class Pool:
             is_set = self.pool.get().set_quota(tenant, quota_bytes)
         return is_set
 
-    def events(self) -> list[tuple[int, bytes, int]]:
-        """(kind, key, bytes) since the last call; `kind` is a kvstrata.types.PoolEvent."""
-        cdef uint64_t lost = 0
-        cdef vector[CEvent] events
-        cdef size_t i
+    def take_verified(self) -> list[bytes]:
+        """Keys of the chunks that were adopted from an earlier server and have become READY since the last call."""
+        cdef vector[CKey] keys
         with nogil:
-            events = self.pool.get().take_events(&lost)
-        return [(<int>events[i].kind, _key_bytes(events[i].key), events[i].bytes) for i in range(events.size())]
-
-    @property
-    def events_lost(self) -> int:
-        """Events that were overwritten because nobody took them (65,536 are kept)."""
-        return self.pool.get().stats().events_lost
+            keys = self.pool.get().take_verified()
+        return [_key_bytes(keys[i]) for i in range(keys.size())]
 
     def begin_changes(self) -> int:
-        """Keeps the changes of L1 and of other tiers from now on; returns the descriptor that signals `has_changes`.
-
-        The pool owns the descriptor.  Raises PoolError without memory or descriptors.
-        """
+        """Returns the descriptor that signals `has_changes`, which the pool owns. Raises PoolError if there is none."""
         cdef Status status
         with nogil:
             status = self.pool.get().changes().begin()
@@ -888,7 +878,7 @@ cdef class Pool:
     def note_changes(self, uint16_t tier, unsigned char change, keys: bytes) -> None:
         """Notes a change (kvstrata.types.Change) of a tier other than L1, which is 0. `keys` are whole, concatenated.
 
-        A clear has no keys.  Does nothing before `begin_changes`.
+        A clear has no keys.
         """
         cdef uint64_t cleared = 0
         cdef bytes named = bytes(keys)
@@ -929,6 +919,24 @@ cdef class Pool:
                 PyBytes_FromStringAndSize(<char*>changed.tiers[i].came.data(), <Py_ssize_t>(8 * changed.tiers[i].came.size())),
             )
             for i in range(changed.tiers.size())
+        ]
+
+    def l1_changes(self, uint64_t cursor, size_t limit) -> tuple[int, list[tuple[int, bytes]]] | None:
+        """Those of L1 among at most `limit` changes from `cursor` on: (next cursor, [(change, tag)]), in order.
+
+        A change is a kvstrata.types.PoolChange.  None: see `changes`.
+        """
+        cdef vector[ChangeEntry] found
+        cdef cbool is_kept
+        cdef size_t i
+        with nogil:
+            is_kept = self.pool.get().changes().read(cursor, limit, &found)
+        if not is_kept:
+            return None
+        return cursor + found.size(), [
+            (<int>found[i].change, PyBytes_FromStringAndSize(<char*>&found[i].tag, 8))
+            for i in range(found.size())
+            if found[i].tier == 0
         ]
 
     def has_changes(self, uint64_t cursor) -> bool:

@@ -45,7 +45,7 @@ from kvstrata.observability.numbers import (
     histogram,
     parts_by,
 )
-from kvstrata.types import LayoutIdentity, MissReason, PoolEvent, RequestIdentity
+from kvstrata.types import LayoutIdentity, MissReason, PoolChange, RequestIdentity
 
 MAX_NOTES = 32_768
 """Some 230 bytes each: even with this many notes, a server stays below 100 MB."""
@@ -60,8 +60,8 @@ MAX_DETAIL_CHARS = 120
 _TAG_BYTES = 8
 """A note names its key by its first bytes."""
 _LEFT_BY: dict[int, str] = {
-    PoolEvent.CLEARED: "clear",
-    PoolEvent.REMOVED: "an evict of the controller",
+    PoolChange.CLEARED: "clear",
+    PoolChange.REMOVED: "an evict of the controller",
 }
 """The words of explain for the reason why a chunk left L1, if that is not the eviction policy."""
 _ADVICE = {
@@ -289,12 +289,12 @@ class Explainer:
         """Note that a tier dropped this chunk to stay below its cap."""
         self._note(key, MissReason.EVICTED, f"the cap of {tier}", self._clock.unix_ms())
 
-    def left_l1(self, key: bytes, kind: int, now_ms: int) -> None:
-        """Note that this chunk left L1; `kind` is the kind of the pool's event."""
+    def left_l1(self, key: bytes, change: int, now_ms: int) -> None:
+        """Note that this chunk left L1; `change`: a PoolChange."""
         known = self.note_of(key)
         # A chunk that was not put is missed for that reason: with the put it would be in L2.
         if known is None or known.reason is not MissReason.PUT_SKIPPED:
-            self._note(key, MissReason.EVICTED, _LEFT_BY.get(kind, self._policy), now_ms)
+            self._note(key, MissReason.EVICTED, _LEFT_BY.get(change, self._policy), now_ms)
 
     def corrupt(self, key: bytes, now_ms: int) -> None:
         """Note that the checksum of this chunk is wrong."""
@@ -302,12 +302,12 @@ class Explainer:
 
     def inserted(self, key: bytes) -> None:
         """Note that this chunk entered L1."""
-        known = self.note_of(key)  # a put may have been skipped after the commit that this event reports
+        known = self.note_of(key)  # a put may have been skipped after the commit that this change reports
         if known is not None and known.reason is not MissReason.PUT_SKIPPED:
             self._stored([key])
 
-    def events_lost(self) -> None:
-        """Note that the pool dropped events before they were read: from now on, a missing note proves nothing."""
+    def changes_lost(self) -> None:
+        """Note that changes of L1 were overwritten unread: from now on, a missing note proves nothing."""
         self._has_forgotten = True
 
     def _note(self, key: bytes, reason: MissReason, detail: str, unix_ms: int) -> None:

@@ -221,7 +221,7 @@ class Claims(Numbers):
             await self._run(self._expire)
 
     def break_damaged(self) -> None:
-        """Break the claims that have lost a record; called when a record was found corrupt or pool events were lost."""
+        """Break the claims that have lost a record; called when one was found corrupt or changes of L1 were lost."""
         if not self._doubtful:
             self._doubtful = True
             self._supervisor.job(self._run(self._check), "check of claims")

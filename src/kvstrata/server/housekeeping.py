@@ -1,15 +1,14 @@
 """The instance's background work: on L1 (verify adopted chunks, offer them to L2, learn, allocate memory), on the files
-by which processes find it, and on the events of the pool.
+by which processes find it, and on what became of chunks in L1.
 
 Work on L1 runs on a lane of its own, so that no number of requests can starve it.
 
-Pool.events() ─▶ drain ─▶ EVENTS_PER_TURN in each turn of the loop ─▶ history, verified
+Pool.l1_changes() ─▶ drain ─▶ CHANGES_PER_TURN in each turn of the loop ─▶ explainer, log, claims
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import logging
 import math
@@ -26,7 +25,7 @@ from kvstrata.native.core import Pool
 from kvstrata.observability.explain import Explainer
 from kvstrata.observability.logging import EventLog
 from kvstrata.server.request_log import RequestLog
-from kvstrata.types import PoolEvent
+from kvstrata.types import PoolChange
 
 if TYPE_CHECKING:
     from kvstrata.memory.segment import Segment
@@ -47,14 +46,13 @@ _ADVICE = (
     "keep the socket directory where nobody cleans up: --socket-dir below a RuntimeDirectory of systemd, or "
     "`loginctl enable-linger`; and see configs/systemd/kvstrata.tmpfiles.conf"
 )
-EVENTS_PER_TURN = 512
-_LEAVES_L1 = frozenset({PoolEvent.EVICTED, PoolEvent.CLEARED, PoolEvent.REMOVED})
+CHANGES_PER_TURN = 512
 ADOPTED_KEYS = 2
 """Number of adopted chunks that are offered to L2 at a time."""
 
 
 class PoolEvents:
-    """Reads the events of the pool and passes them on. Belongs to the event loop."""
+    """Reads what became of chunks in L1 and passes it on. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -63,30 +61,21 @@ class PoolEvents:
         clock: Clock,
         records_lost: Callable[[], None],
     ) -> None:
-        """`records_lost` is called when a record was found corrupt, and when events were lost."""
+        """`records_lost` is called when a record was found corrupt, and when changes were overwritten unread."""
         self._pool, self._explainer, self._clock = pool, explainer, clock
         self._records_lost = records_lost
-        self._waiting: collections.deque[tuple[int, bytes]] = collections.deque()
-        self._lost = 0
+        self._cursor = 0
+        self._goes_on = False
+        """Whether the next turn of the loop reads on."""
         self._drained = asyncio.Event()
         """Set at the next `drain`, which replaces it by a new one."""
         self._log = EventLog("instance")
-        self.verified: collections.deque[bytes] = collections.deque()
-        """Verified adopted chunks that were not offered to tiers yet; housekeeping takes them from here."""
 
     def drain(self) -> None:
-        """Read the pool's events since the last call. Called at every heartbeat, and sometimes in between."""
+        """Read the changes of L1 since the last call. Called at every heartbeat, and sometimes in between."""
         drained, self._drained = self._drained, asyncio.Event()
         drained.set()
-        idle = not self._waiting
-        events = self._pool.events()
-        if events:  # without events, none was lost either
-            if self._pool.events_lost != self._lost:
-                self._lost = self._pool.events_lost
-                self._explainer.events_lost()
-                self._records_lost()
-            self._waiting.extend([(kind, key) for kind, key, _ in events])
-        if idle and self._waiting:
+        if not self._goes_on:
             self._tell()
 
     async def next_drain(self) -> None:
@@ -94,26 +83,31 @@ class PoolEvents:
         await self._drained.wait()
 
     def _tell(self) -> None:
-        """Pass on the oldest events now, the others in later turns of the loop."""
-        explainer, now_ms = self._explainer, self._clock.unix_ms()
-        for _ in range(min(len(self._waiting), EVENTS_PER_TURN)):
-            kind, key = self._waiting.popleft()
-            if kind in _LEAVES_L1:
-                explainer.left_l1(key, kind, now_ms)
-            elif kind == PoolEvent.CORRUPT:
-                explainer.corrupt(key, now_ms)
+        """Pass on the oldest changes, and the others in later turns of the loop."""
+        found = self._pool.l1_changes(self._cursor, CHANGES_PER_TURN)
+        if found is None:
+            self._explainer.changes_lost()
+            self._records_lost()
+            self._cursor, self._goes_on = self._pool.next_change, False
+            return
+        explainer, now_ms, begun = self._explainer, self._clock.unix_ms(), self._cursor
+        self._cursor, changes = found
+        for change, tag in changes:
+            if change == PoolChange.CAME:
+                explainer.inserted(tag)
+            elif change == PoolChange.CORRUPT:
+                explainer.corrupt(tag, now_ms)
                 self._records_lost()
-                self._log.repeated(logging.WARNING, "corrupt", "chunk_corrupt", key=key)
-            elif kind == PoolEvent.VERIFIED:
-                self.verified.append(key)
-            elif kind == PoolEvent.INSERTED:
-                explainer.inserted(key)
-        if self._waiting:
+                self._log.repeated(logging.WARNING, "corrupt", "chunk_corrupt", key=tag)
+            else:
+                explainer.left_l1(tag, change, now_ms)
+        self._goes_on = self._cursor - begun == CHANGES_PER_TURN
+        if self._goes_on:
             asyncio.get_running_loop().call_soon(self._tell)
 
 
 async def heartbeat(pool: Pool, events: PoolEvents) -> None:
-    """Write the heartbeats that readers of the index check, and read the pool's events, until cancelled."""
+    """Write the heartbeats that readers of the index check, and read the changes of L1, until cancelled."""
     while True:
         pool.heartbeat()
         events.drain()
@@ -143,13 +137,12 @@ class Housekeeping:
 
     async def round(self) -> None:
         """Run one round: do all work that is due."""
-        lane, events = self._parts.own_lane, self._parts.events
+        lane = self._parts.own_lane
         if self._unverified:
             self._unverified = await asyncio.shield(lane.run(self._parts.pool.verify_next, VERIFY_BYTES))
-            events.drain()  # now, because the pool keeps a bounded number of events
         offering = self._offering is not None and not self._offering.done()
-        if events.verified and not offering:
-            self._offering = self._parts.supervisor.job(self._put_adopted(), "puts of adopted chunks")
+        if not offering and (verified := self._parts.pool.take_verified()):
+            self._offering = self._parts.supervisor.job(self._put_adopted(verified), "puts of adopted chunks")
         if self._parts.tails is not None:
             self._parts.tails.tick()
         if (now_s := self._parts.clock.monotonic_s()) - self._looked_s >= SECOND_S:
@@ -202,17 +195,16 @@ class Housekeeping:
             self._log.info("l1_memory_complete", extents_bytes=extents_bytes)
         self._missing_bytes = missing_bytes
 
-    async def _put_adopted(self) -> None:
+    async def _put_adopted(self, verified: list[bytes]) -> None:
         """Offer verified chunks to L2, since a killed server may not have put them; L2 skips chunks that it has.
 
         Leased chunks are offered too, since nobody writes to a verified chunk.  The chunks are offered a few at a time,
         so that they never fill the backlog.
         """
-        verified, store = self._parts.events.verified, self._parts.store
-        chunks = 0
-        while verified:
+        store, chunks = self._parts.store, 0
+        for first in range(0, len(verified), ADOPTED_KEYS):
             await store.idle()
-            for key in [verified.popleft() for _ in range(min(ADOPTED_KEYS, len(verified)))]:
+            for key in verified[first : first + ADOPTED_KEYS]:
                 if self._parts.tails is not None and self._parts.pool.is_tail(key):
                     self._parts.tails.committed([key])
                     continue

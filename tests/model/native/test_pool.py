@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstrata.native.core import ExtentsMap, Hold, IndexReader, Pool, RecordSpec, seal_record
-from kvstrata.types import PoolEvent, unpack_extents
+from kvstrata.types import PoolChange, unpack_extents
 from tests.harness.validation import validate
 from tests.oracles.pool import SERVER_ROW, PoolModel
 from tests.oracles.pool_chunk import PAGE, Chunk
@@ -47,6 +48,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.options = {"policy": self.policy, "max_session_share": 3}
         self.sizes = {"extents_bytes": 48 * PAGE, "entry_capacity": 18}
         self.pool = Pool.create(self.index_fd, self.extents_fd, **self.sizes, **self.options)
+        self.cursor = 0
         self.reader = IndexReader(self.index_fd)
         self.memory = ExtentsMap(self.extents_fd, self.sizes["extents_bytes"])
         self.model = PoolModel(**self.sizes, max_session_share=3)
@@ -72,11 +74,22 @@ class PoolMachine(RuleBasedStateMachine):
                 return row
         return 0
 
-    def take_events(self) -> dict[int, list[bytes]]:
-        events: dict[int, list[bytes]] = {}
-        for kind, key, _ in self.pool.events():
-            events.setdefault(kind, []).append(key)
-        return events
+    def take_changes(self) -> dict[int, list[bytes]]:
+        """What became of chunks since the last call; the model does not know it yet."""
+        keys = {key[:8]: key for key in self.model.index}
+        told = self.pool.l1_changes(self.cursor, 1 << 20)
+        assert told is not None
+        self.cursor, changes = told
+        found: dict[int, list[bytes]] = {}
+        for change, tag in changes:
+            found.setdefault(change, []).append(keys.get(tag, tag))
+        return found
+
+    def waiting(self, keys: Iterable[bytes], *, sound: bool = False) -> list[bytes]:
+        """Those of these keys whose chunks were adopted and are not verified yet; only sound ones, or all."""
+        chunks = ((key, self.model.index.get(key)) for key in keys)
+        found = [(key, chunk) for key, chunk in chunks if chunk is not None and chunk.state == "unverified"]
+        return [key for key, chunk in found if chunk.sound or not sound]
 
     def read(self, chunk: Chunk) -> bytes:
         return bytes(self.memory.view(chunk.extent.offset_bytes, chunk.extent.length_bytes))
@@ -145,7 +158,7 @@ class PoolMachine(RuleBasedStateMachine):
         ticket, outcomes, packed = self.pool.reserve(
             b"".join(keys), parent or b"", size, row, IDENTITY, tenant
         )
-        evicted = self.take_events().get(PoolEvent.EVICTED, [])
+        evicted = self.take_changes().get(PoolChange.EVICTED, [])
         extents = unpack_extents(packed)
         self.model.reserved(keys, parent, size, row, tenant, evicted, (ticket, outcomes, extents))
 
@@ -168,7 +181,7 @@ class PoolMachine(RuleBasedStateMachine):
         answer = self.pool.reserve(
             key, parent or b"", record_bytes, row, IDENTITY, tenant, tail=True, extent_bytes=size
         )
-        evicted = self.take_events().get(PoolEvent.EVICTED, [])
+        evicted = self.take_changes().get(PoolChange.EVICTED, [])
         extents = unpack_extents(answer[2])
         self.model.reserved(
             [key], parent, record_bytes, row, tenant, evicted, (*answer[:2], extents), tail_bytes=size
@@ -176,7 +189,7 @@ class PoolMachine(RuleBasedStateMachine):
         for ticket in {answer[0]} - {0}:
             content = self.write(self.model.reservations[ticket].items[0])
             self.model.committed(ticket, [0], [content], self.pool.commit(ticket, [0]))
-        self.take_events()
+        self.take_changes()
 
     @precondition(lambda self: self.model.reservations)
     @rule(
@@ -197,7 +210,7 @@ class PoolMachine(RuleBasedStateMachine):
                 written[index] = content if sound[index] else None
         outcomes = self.pool.commit(ticket, items)
         self.model.committed(ticket, items, [written.get(index) for index in items], outcomes)
-        inserted = self.take_events().get(PoolEvent.INSERTED, [])
+        inserted = self.take_changes().get(PoolChange.CAME, [])
         assert len(inserted) == outcomes.count(0)
 
     @rule(session=sessions, prompt=prompts, count=st.integers(1, CHUNKS), size=st.sampled_from(SIZES))
@@ -210,7 +223,7 @@ class PoolMachine(RuleBasedStateMachine):
             contents = [self.write(chunk) for chunk in chunks.values()]
             indices = list(chunks)
             self.model.committed(ticket, indices, contents, self.pool.commit(ticket, indices))
-        self.take_events()
+        self.take_changes()
 
     @precondition(lambda self: self.model.reservations)
     @rule(ticket=numbers, items=st.none() | st.lists(st.integers(0, CHUNKS), max_size=CHUNKS))
@@ -324,7 +337,7 @@ class PoolMachine(RuleBasedStateMachine):
         keys = chain(prompt)
         unused = [key for key in keys if key in self.model.index and not self.model.index[key].in_use]
         assert self.pool.remove(b"".join(keys)) == len(unused)
-        assert self.take_events().get(PoolEvent.REMOVED, []) == unused
+        assert self.take_changes().get(PoolChange.REMOVED, []) == unused
         self.model.removed(unused)
 
     @rule(tenant=st.integers(-1, 1))
@@ -337,7 +350,7 @@ class PoolMachine(RuleBasedStateMachine):
         kept = [chunk for chunk in chunks if chunk.leases and SERVER_ROW in chunk.recorded_rows]
         dropped = [chunk.key for chunk in chunks if chunk not in kept]
         assert self.pool.clear(tenant) == (len(dropped), len(kept))
-        assert sorted(self.take_events().get(PoolEvent.CLEARED, [])) == sorted(dropped)
+        assert sorted(self.take_changes().get(PoolChange.CLEARED, [])) == sorted(dropped)
         self.model.cleared(dropped)
 
     @rule(tenant=st.integers(0, 1), quota=st.sampled_from([-1, 0, 4 * PAGE, 20 * PAGE]))
@@ -355,19 +368,23 @@ class PoolMachine(RuleBasedStateMachine):
         self.holds.clear()
         epoch = self.pool.epoch
         self.pool = Pool.adopt(self.index_fd, self.extents_fd, **self.options)
+        self.cursor = 0
         assert self.pool.epoch > epoch
         self.model.crashed_and_adopted()
 
     @rule(prompt=prompts)
     def verify(self, prompt: int) -> None:
+        sound = self.waiting(chain(prompt), sound=True)
         self.model.verified(chain(prompt), *self.pool.verify(b"".join(chain(prompt))))
+        assert sorted(self.pool.take_verified()) == sorted(sound)
 
     @rule()
     def verify_next(self) -> None:
-        waiting = [key for key, chunk in self.model.index.items() if chunk.state == "unverified"]
-        sound = [key for key in waiting if self.model.index[key].sound]
+        waiting = self.waiting(self.model.index)
+        sound = self.waiting(waiting, sound=True)
         assert self.pool.verify_next(1 << 30) == 0
         self.model.verified(waiting, len(sound), len(waiting) - len(sound))
+        assert sorted(self.pool.take_verified()) == sorted(sound)
 
     # what must hold after every step
 

@@ -28,7 +28,7 @@ from kvstrata.process.operations import Claiming
 from kvstrata.process.supervisor import PoolLane, Supervisor
 from kvstrata.server import claims as module
 from kvstrata.server.claims import Claims
-from kvstrata.types import PoolEvent
+from kvstrata.types import PoolChange
 from tests.harness.amount import amount
 from tests.harness.l1 import IDENTITY, L1, L1_BYTES, RECORD, chain
 from tests.harness.validation import validate
@@ -64,6 +64,7 @@ class ClaimsMachine(RuleBasedStateMachine):
 
     def open(self, *, adopt: bool, share: float) -> None:
         self.l1 = KeptL1(self.fds, adopt=adopt)
+        self.cursor = 0
         self.supervisor, self.lane = Supervisor(self.loop), PoolLane(self.loop, threads=1, queue=None)
         parts: Any = SimpleNamespace(
             pool=self.l1.pool, own_lane=self.lane, clock=self.loop.clock, prewarms=None,
@@ -85,8 +86,11 @@ class ClaimsMachine(RuleBasedStateMachine):
             self.end(name, "expired")
 
     def hear(self) -> None:
-        """Read the events of the pool, as the instance does at each heartbeat."""
-        if any(kind == PoolEvent.CORRUPT for kind, _, _ in self.l1.pool.events()):
+        """Read what became of chunks in L1, as the instance does at each heartbeat."""
+        told = self.l1.pool.l1_changes(self.cursor, 1 << 20)
+        assert told is not None
+        self.cursor, changes = told
+        if any(change == PoolChange.CORRUPT for change, _ in changes):
             self.claims.break_damaged()
             self.loop.run_until_complete(self.supervisor.idle())
 

@@ -16,7 +16,7 @@ from kvstrata.observability.explain import (
     ServerNumbers,
     Trend,
 )
-from kvstrata.types import LayoutIdentity, MissReason, PoolEvent, RequestIdentity, identity_root
+from kvstrata.types import LayoutIdentity, MissReason, PoolChange, RequestIdentity, identity_root
 
 LAYOUT = LayoutIdentity(model="m", kv_dtype="bf16", chunk_tokens=256)
 REQUEST = RequestIdentity()
@@ -79,9 +79,9 @@ def test_the_last_event_of_a_key_is_its_reason_with_the_detail(scene: Scene) -> 
     told = scene.explainer
     assert scene.why()[0] == MissReason.UNKNOWN_KEY, "nobody has named it"
     assert scene.why()[0] == MissReason.NEVER_STORED
-    told.left_l1(key(1), PoolEvent.EVICTED, 1_234_567)
+    told.left_l1(key(1), PoolChange.EVICTED, 1_234_567)
     assert scene.why() == (MissReason.EVICTED, "by ARC at 1234567 (unix ms)")
-    told.left_l1(key(1), PoolEvent.CLEARED, 1_234_567)
+    told.left_l1(key(1), PoolChange.CLEARED, 1_234_567)
     assert scene.why() == (MissReason.EVICTED, "by clear at 1234567 (unix ms)")
     told.dropped("fs-0", key(1))
     assert scene.why() == (MissReason.EVICTED, "by the cap of fs-0 at 1234567 (unix ms)")
@@ -94,7 +94,7 @@ def test_the_last_event_of_a_key_is_its_reason_with_the_detail(scene: Scene) -> 
     told.corrupt(key(1), 5)
     assert scene.why()[0] == scene.why()[0] == MissReason.CORRUPT, "to ask again does not replace it"
     told.put_skipped(key(1), "backlog")
-    told.left_l1(key(1), PoolEvent.EVICTED, 6)
+    told.left_l1(key(1), PoolChange.EVICTED, 6)
     told.inserted(key(1))
     assert scene.why() == (MissReason.PUT_SKIPPED, "backlog"), "with the put it would be in L2"
     scene.committed(EngineUse(), 7.0, 1)
@@ -109,7 +109,7 @@ def test_once_notes_were_dropped_or_lost_unknown_keys_are_forgotten(scene, monke
     assert scene.why(10)[0] == MissReason.FORGOTTEN
     assert scene.why(13)[0] == MissReason.NEVER_STORED
     other = Scene()
-    other.explainer.events_lost()
+    other.explainer.changes_lost()
     assert other.why()[0] == MissReason.FORGOTTEN
 
 

@@ -15,13 +15,15 @@ from kvstrata.errors import Refused
 from kvstrata.keys.batch import split
 from kvstrata.native.core import storage_keys
 from kvstrata.rpc import wire
-from kvstrata.server.housekeeping import Housekeeping
+from kvstrata.server.housekeeping import CHANGES_PER_TURN, Housekeeping
 from kvstrata.tiers.fetch import FetchOutcome
-from kvstrata.types import KEY_BYTES, RequestIdentity
+from kvstrata.types import KEY_BYTES, MissReason, RequestIdentity
 from tests.harness.instance_in_process import InstanceInProcess, Said, said
 from tests.harness.rpc_client import chain_of, layout, part
 
 SESSION = b"s" * 16
+KEPT = 262_144
+"""Changes that the pool keeps."""
 
 
 def keys_of(server: InstanceInProcess, identity: wire.IdentifyReply, n_chunks: int = 4) -> bytes:
@@ -57,6 +59,34 @@ def test_cleared_chunks_that_a_put_holds_are_invisible_at_once_and_free_once_the
         assert server.pool.stats()["used_bytes"] == 0
 
     server.loop.run_until_complete(clear_and_wait())
+
+
+def test_changes_that_were_overwritten_unread_are_told_as_lost_and_later_ones_are_read(
+    server, identity, monkeypatch
+):
+    keys, events, told = keys_of(server, identity), server.parts.events, server.parts.explainer
+    doubts: list[bool] = []
+    monkeypatch.setattr(events, "_records_lost", lambda: doubts.append(told._has_forgotten))
+
+    async def drain() -> None:
+        events.drain()
+        while events._goes_on:  # noqa: ASYNC110 (as the loop has turns)
+            await asyncio.sleep(0)
+
+    def more(n_changes: int) -> None:
+        server.pool.note_changes(1, 0, bytes(KEY_BYTES) * n_changes)
+
+    more(2 * CHANGES_PER_TURN)
+    server.loop.run_until_complete(drain())
+    assert not (doubts or told._has_forgotten)
+    more(KEPT + 1)
+    server.loop.run_until_complete(drain())
+    assert doubts == [True]
+    more(2 * CHANGES_PER_TURN)
+    assert server.pool.remove(keys) == 4
+    server.loop.run_until_complete(drain())
+    notes = [told.note_of(key) for key in split(keys)]
+    assert [note.reason for note in notes if note] == [MissReason.EVICTED] * 4 and doubts == [True]
 
 
 def test_claimed_chunks_survive_a_clear_and_are_counted(server, identity):

@@ -44,15 +44,11 @@ TierChanges& of_tier(std::vector<TierChanges>& tiers, std::uint16_t tier) {
 
 Status Changes::begin() noexcept {
   const std::lock_guard lock(mutex_);
-  if (!entries_.empty()) return {};
-  if (const Status status = signal_.open(); !status.ok()) return status;
-  entries_.resize(kChanges);
-  kept_.store(true, std::memory_order_relaxed);
-  return {};
+  return signal_.fd() < 0 ? signal_.open() : Status();
 }
 
-void Changes::append(std::uint16_t tier, Change change, const std::uint64_t* tags, std::size_t n,
-                     std::size_t stride) noexcept {
+void Changes::note_all(std::uint16_t tier, Change change, const std::uint64_t* tags, std::size_t n,
+                       std::size_t stride) noexcept {
   const std::lock_guard lock(mutex_);
   for (std::size_t i = 0; i < n; ++i, ++next_)
     entries_[next_ % kChanges] = {tags[i * stride], tier, change};
@@ -74,20 +70,21 @@ bool Changes::wait(std::uint64_t cursor) noexcept {
   return false;
 }
 
+bool Changes::read(std::uint64_t cursor, std::size_t limit, std::vector<ChangeEntry>* entries) {
+  const std::lock_guard lock(mutex_);
+  if (cursor > next_ || next_ - cursor > kChanges) return false;
+  const std::size_t n = std::min<std::uint64_t>(next_ - cursor, limit);
+  const std::size_t before_end = std::min(n, kChanges - cursor % kChanges);
+  const ChangeEntry* const first = &entries_[cursor % kChanges];
+  entries->reserve(n);
+  entries->assign(first, first + before_end);
+  entries->insert(entries->end(), &entries_[0], &entries_[0] + (n - before_end));
+  return true;
+}
+
 bool Changes::read(std::uint64_t cursor, std::size_t limit, ChangedTiers* changed) {
-  std::vector<Entry> entries;
-  {
-    const std::lock_guard lock(mutex_);
-    if (!is_kept(cursor)) return false;
-    const std::size_t n = std::min<std::uint64_t>(next_ - cursor, limit);
-    const std::size_t first = cursor % kChanges;
-    const std::size_t before_end = std::min(n, kChanges - first);
-    const auto at = entries_.begin() + static_cast<std::ptrdiff_t>(first);
-    entries.reserve(n);
-    entries.assign(at, at + static_cast<std::ptrdiff_t>(before_end));
-    entries.insert(entries.end(), entries_.begin(),
-                   entries_.begin() + static_cast<std::ptrdiff_t>(n - before_end));
-  }
+  std::vector<ChangeEntry> entries;
+  if (!read(cursor, limit, &entries)) return false;
   // The last change of a chunk decides, so the changes are read backwards; those before a clear of
   // their tier have no effect.
   changed->next = cursor + entries.size();
@@ -95,7 +92,7 @@ bool Changes::read(std::uint64_t cursor, std::size_t limit, ChangedTiers* change
   for (auto entry = entries.rbegin(); entry != entries.rend(); ++entry) {
     TierChanges& tier = of_tier(changed->tiers, entry->tier);
     if (tier.cleared) continue;
-    if (entry->change == Change::kCleared)
+    if (entry->change == Change::kEmptied)
       tier.cleared = true;
     else if (seen.add(entry->tier, entry->tag))
       (entry->change == Change::kCame ? tier.came : tier.gone).push_back(entry->tag);

@@ -1,19 +1,19 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
 // The latest changes of an instance's chunks (a chunk is added to a tier, or leaves it), numbered,
-// for followers that keep a copy of the list elsewhere. Chunks are named by the first word of their
-// key (the tag). L1 is tier 0; its changes are written under the pool's mutex, those of another
-// tier by the code that changes it.
+// for the server's own parts and for followers that keep a copy of the list elsewhere. Chunks are
+// named by the first word of their key (the tag). L1 is tier 0; its changes are written under the
+// pool's mutex, those of another tier by the code that changes it.
 //
 // A reader keeps a cursor: the number of the first change that it has not read. No state is kept
 // for a reader. A reader that is more than kChanges behind must read the complete list again.
 //
-// Thread-safe. The object uses no memory until `begin`.
+// Thread-safe. Memory is used only for changes that were written.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -26,9 +26,19 @@ inline constexpr std::size_t kChanges = 262'144;
 
 enum class Change : std::uint8_t {
   kCame = 0,
-  kGone = 1,
-  kCleared = 2  // of the whole tier; the tag is 0
+  kGone = 1,     // of L1: it was evicted
+  kEmptied = 2,  // of the whole tier; the tag is 0
+  kCleared = 3,  // the others are of L1: gone too, for another reason
+  kRemoved = 4,
+  kCorrupt = 5
 };
+
+struct ChangeEntry {
+  std::uint64_t tag;
+  std::uint16_t tier;
+  Change change;
+};
+static_assert(sizeof(ChangeEntry) == 16);
 
 // The net effect of a range of changes on one tier's chunks: apply `cleared` first. No tag is in
 // both lists, or in one of them twice.
@@ -45,23 +55,22 @@ struct ChangedTiers {
 
 class Changes {
  public:
-  // Records changes from now on. Idempotent. kOsError: no descriptor is available.
+  // Opens the descriptor. Idempotent. kOsError: no descriptor is available.
   Status begin() noexcept;
 
   void note(std::uint16_t tier, Change change, std::uint64_t tag) noexcept {
-    if (kept_.load(std::memory_order_relaxed)) append(tier, change, &tag, 1, 1);
+    note_all(tier, change, &tag, 1, 1);
   }
   // `stride`: words from one tag to the next, so that the tags may be first words of keys.
   void note_all(std::uint16_t tier, Change change, const std::uint64_t* tags, std::size_t n,
-                std::size_t stride) noexcept {
-    if (kept_.load(std::memory_order_relaxed)) append(tier, change, tags, n, stride);
-  }
+                std::size_t stride) noexcept;
 
   // The cursor of a reader that wants only changes from now on.
   std::uint64_t next() noexcept;
 
-  // At most `limit` changes from `cursor` on, summed up by tier. False: the cursor is too old, or
-  // not one of this object's.
+  // At most `limit` changes from `cursor` on, as they were written or summed up by tier. False: the
+  // cursor is too old, or not one of this object's.
+  bool read(std::uint64_t cursor, std::size_t limit, std::vector<ChangeEntry>* entries);
   bool read(std::uint64_t cursor, std::size_t limit, ChangedTiers* changed);
 
   // Whether `cursor` has changes to read, or is one that read() refuses. If it has none, the
@@ -71,24 +80,12 @@ class Changes {
   void drain() const noexcept { signal_.drain(); }
 
  private:
-  struct Entry {
-    std::uint64_t tag;
-    std::uint16_t tier;
-    Change change;
-  };
-  static_assert(sizeof(Entry) == 16);
-
-  void append(std::uint16_t tier, Change change, const std::uint64_t* tags, std::size_t n,
-              std::size_t stride) noexcept;
-  bool is_kept(std::uint64_t cursor) const noexcept {
-    return cursor <= next_ && next_ - cursor <= entries_.size();
-  }
-
   std::mutex mutex_;
-  std::vector<Entry> entries_;  // change number n is at n % kChanges
+  // Change number n is at n % kChanges.
+  const std::unique_ptr<ChangeEntry[]> entries_ =
+      std::make_unique_for_overwrite<ChangeEntry[]>(kChanges);
   std::uint64_t next_ = 0;
   bool armed_ = false;
-  std::atomic<bool> kept_{false};
   EventFd signal_;
 };
 

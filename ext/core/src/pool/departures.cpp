@@ -8,7 +8,6 @@ namespace kvstrata {
 void Departures::leave(std::uint32_t entry, Cause cause) {
   IndexView& index = entries.index;
   const Key key = index.key(entry);
-  const std::uint64_t bytes = entries.extent_bytes(entry);
   const bool evicted = cause == Cause::kPolicy || cause == Cause::kWindow;
   const bool aborted = cause == Cause::kAborted;
   entries.policy.remove(entry, key.word[0], evicted);
@@ -20,26 +19,24 @@ void Departures::leave(std::uint32_t entry, Cause cause) {
     case Cause::kPolicy:
     case Cause::kWindow:
       counts.evicted_by[static_cast<std::size_t>(cause)] += 1;
+      counts.evicted_entries += 1;
+      counts.evicted_bytes += entries.extent_bytes(entry);
+      changes.note(0, Change::kGone, key.word[0]);
       break;
     case Cause::kCleared:
       counts.cleared_entries += 1;
-      events.emit(EventKind::kCleared, key, bytes);
+      changes.note(0, Change::kCleared, key.word[0]);
       break;
     case Cause::kRemoved:
       counts.cleared_entries += 1;
-      events.emit(EventKind::kRemoved, key, bytes);
+      changes.note(0, Change::kRemoved, key.word[0]);
       break;
     case Cause::kCorrupt:
       counts.corrupt_entries += 1;
-      events.emit(EventKind::kCorrupt, key, bytes);
+      changes.note(0, Change::kCorrupt, key.word[0]);
       break;
     case Cause::kAborted:
       break;
-  }
-  if (evicted) {
-    counts.evicted_entries += 1;
-    counts.evicted_bytes += bytes;
-    events.emit(EventKind::kEvicted, key, bytes);
   }
   const bool in_use = is_touchable(entry);
   assert(!(evicted && in_use));  // a victim is not blocked
@@ -47,7 +44,6 @@ void Departures::leave(std::uint32_t entry, Cause cause) {
     entries.change(entry, EntryState::kQuarantined);
     quarantine.insert(entry);
     counts.quarantined_entries += 1;
-    events.emit(EventKind::kQuarantined, key, bytes);
     return;
   }
   if (aborted) rows.release_owner(entry);

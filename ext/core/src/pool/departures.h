@@ -2,7 +2,7 @@
 //
 // Removes entries from the index: every eviction, clear, removal, failed checksum and aborted
 // reservation ends in leave(), which updates the policy, the buckets, the family, the tenant and
-// the events. The extent is free at once; or, while a process may still touch its bytes, the entry
+// the changes. The extent is free at once; or, while a process may still touch its bytes, the entry
 // is quarantined until settle() finds that none can any more.
 //
 // Keeps: an entry is QUARANTINED exactly while it is in `quarantine`, and only as long as it is
@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <unordered_set>
 
+#include "pool/changes.h"
 #include "pool/entries.h"
 #include "pool/rows.h"
 
@@ -36,8 +37,8 @@ struct ClearedInUse {
 struct Departures {
   // All must outlive the object.
   Departures(Entries& entries, Family& family, Tenants& tenants, Rows& rows,
-             Events& events) noexcept
-      : entries(entries), family(family), tenants(tenants), rows(rows), events(events) {}
+             Changes& changes) noexcept
+      : entries(entries), family(family), tenants(tenants), rows(rows), changes(changes) {}
 
   // Removes the entry from the index. REQUIRES: the entry is RESERVED and the cause is kAborted, or
   // it is READY or UNVERIFIED and the cause is another; an evicted entry must not be blocked.
@@ -62,7 +63,7 @@ struct Departures {
   Family& family;
   Tenants& tenants;
   Rows& rows;
-  Events& events;
+  Changes& changes;
   std::unordered_set<std::uint32_t> quarantine;
   DepartureCounts counts{};
 };

@@ -16,63 +16,17 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <deque>
 #include <unordered_map>
 #include <vector>
 
 #include "base/status.h"
 #include "memory/backing.h"
-#include "pool/changes.h"
 #include "pool/index.h"
 #include "pool/slab.h"
 #include "pool/stats.h"
 #include "pool/value.h"
 
 namespace kvstrata {
-
-// Reports events of keys to the server's own parts: a ring of bounded length. Events that were not
-// taken in time are overwritten, oldest first, and counted as lost. `changes` reports the same to
-// followers elsewhere.
-
-inline constexpr std::size_t kEventRing = 65'536;
-
-// Numbers are those of kvstrata.types.PoolEvent.
-enum class EventKind : std::uint8_t {
-  kEvicted = 1,
-  kCleared = 2,
-  kCorrupt = 3,
-  kInserted = 4,
-  kQuarantined = 5,
-  kVerified = 6,  // adopted from another server, and READY from now on
-  kRemoved = 7    // by `remove`
-};
-
-struct Event {
-  EventKind kind;
-  Key key;
-  std::uint64_t bytes;
-};
-
-struct Events {
-  void emit(EventKind kind, const Key& key, std::uint64_t bytes) {
-    const bool came = kind == EventKind::kInserted || kind == EventKind::kVerified;
-    changes.note(0, came ? Change::kCame : Change::kGone, key.word[0]);
-    if (ring.size() >= kEventRing) {
-      ring.pop_front();
-      lost += 1;
-    }
-    ring.push_back({kind, key, bytes});
-  }
-  std::vector<Event> take() {
-    std::vector<Event> events(ring.begin(), ring.end());
-    ring.clear();
-    return events;
-  }
-
-  std::deque<Event> ring;
-  std::uint64_t lost = 0;
-  Changes changes;  // has a mutex of its own
-};
 
 // The two files of a pool as the server has them: mapped, and backed by memory as far as they are
 // used. An extent or entry without memory is never touched, so a full file system costs a refusal,

@@ -74,7 +74,8 @@ void Checks::verify(Lock& lock, const std::vector<std::uint32_t>& pinned, std::u
     const EntryState state = index.state(entry);
     if (sound && state == EntryState::kUnverified) {
       entries.change(entry, EntryState::kReady);
-      departures.events.emit(EventKind::kVerified, index.key(entry), length);
+      departures.changes.note(0, Change::kCame, index.key(entry).word[0]);
+      verified.push_back(index.key(entry));
     } else if (!sound && (state == EntryState::kUnverified || state == EntryState::kReady)) {
       departures.leave(entry, Cause::kCorrupt);
     } else {
@@ -198,7 +199,7 @@ Pool::Pool(std::unique_ptr<PoolSegment> segment, const PoolOptions& options, std
       family_(entries_),
       tenants_(entries_),
       rows_(entries_, epoch),
-      departures_(entries_, family_, tenants_, rows_, events_),
+      departures_(entries_, family_, tenants_, rows_, changes_),
       room_(entries_, departures_),
       leases_(departures_, extents_bytes(), next_ticket_),
       reservations_(room_, extents_bytes(), options.max_session_share, next_ticket_),
@@ -659,10 +660,9 @@ bool Pool::set_quota(std::uint32_t tenant, std::int64_t bytes) noexcept {
   return is_closed() || tenants_.set_quota(tenant, bytes);
 }
 
-std::vector<Event> Pool::take_events(std::uint64_t* lost) noexcept {
+std::vector<Key> Pool::take_verified() noexcept {
   const std::lock_guard lock(mutex_);
-  *lost = events_.lost;
-  return events_.take();
+  return std::exchange(checks_.verified, {});
 }
 
 std::uint64_t Pool::ready_tags(std::uint64_t from, std::uint64_t max_entries,
@@ -691,7 +691,6 @@ PoolStats Pool::stats() noexcept {
   stats.lease_tickets = leases_.leases.size();
   stats.reservations = reservations_.reservations.size();
   stats.holds = holds_;
-  stats.events_lost = events_.lost;
   stats.prefaulted_bytes = prefault_.done_bytes();
   stats.prefault_error = static_cast<std::uint64_t>(prefault_.error());
   stats.entry_capacity = entries_.index.capacity();

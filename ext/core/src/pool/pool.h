@@ -16,8 +16,7 @@
 //   | leases       | protects entries that lookups have leased to processes             |
 //   | reservations | gives processes entries to write, until they commit or abort       |
 //   | checks       | reads and verifies records: the only work without the mutex        |
-//   | events       | reports events of keys to the server                               |
-//   | changes      | reports them, numbered, to followers elsewhere                     |
+//   | changes      | reports changes of chunks, numbered, to the server and followers   |
 //
 // adopt.cpp takes over the pool of an earlier server. tests/support/pool_validation.cpp recomputes
 // everything that the parts keep, and compares.
@@ -135,6 +134,7 @@ struct Checks {
   Departures& departures;
   const std::atomic<bool>& closed;
   std::vector<std::uint32_t> queue;  // entries to verify, last used at the end
+  std::vector<Key> verified;         // entries that became READY, until somebody takes them
 };
 
 struct PoolOptions {
@@ -281,10 +281,10 @@ class Pool : public std::enable_shared_from_this<Pool> {
   ClearedInUse cleared_in_use(std::int64_t tenant = -1) noexcept;
   // See Tenants.
   [[nodiscard]] bool set_quota(std::uint32_t tenant, std::int64_t bytes) noexcept;
-  // The events since the last call. `lost`: how many were overwritten since the pool was opened.
-  std::vector<Event> take_events(std::uint64_t* lost) noexcept;
+  // The adopted chunks that have become READY since the last call.
+  std::vector<Key> take_verified() noexcept;
   // The changes of L1 (tier 0), and of the tiers that the server writes there. Not under the mutex.
-  Changes& changes() noexcept { return events_.changes; }
+  Changes& changes() noexcept { return changes_; }
   // Appends the first words of the keys that are READY among the next `max_entries` entries from
   // number `from` on; returns the number to continue from, 0 when there are no more. Changes made
   // meanwhile are in `changes`.
@@ -347,7 +347,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::uint64_t counted_bytes_ = 0;
   SlabMap slabs_;
   Value policy_;
-  Events events_;
+  Changes changes_;  // has a mutex of its own
   Entries entries_;
   Family family_;
   Tenants tenants_;

@@ -282,7 +282,7 @@ void Reservations::commit_one(std::uint32_t entry) {
   rows.release_owner(entry);
   counts.inserted_entries += 1;
   counts.inserted_bytes += bytes;
-  departures.events.emit(EventKind::kInserted, entries.index.key(entry), bytes);
+  departures.changes.note(0, Change::kCame, entries.index.key(entry).word[0]);
 }
 
 std::uint64_t Reservations::abort(std::uint64_t ticket, std::span<const std::uint32_t> indices,

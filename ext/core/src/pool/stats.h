@@ -86,7 +86,7 @@ struct PoolStats : EntryCounts,
       largest_allocatable_bytes;
   std::uint64_t leased_bytes, pinned_bytes, blocked_bytes;
   std::uint64_t lease_tickets, reservations, holds;
-  std::uint64_t events_lost, prefaulted_bytes, prefault_error;
+  std::uint64_t prefaulted_bytes, prefault_error;
   std::uint64_t entry_capacity, rows_claimed, rows_capacity;
   // Bytes of the extents file that have memory, and bytes of both files for which the file system
   // refused memory when it was last asked. Extents without memory are never handed out.
@@ -203,9 +203,6 @@ inline constexpr PoolNumber kPoolNumbers[] = {
     {"adoption_dropped", "dropped_adoptions", "counter",
      "Entries of the previous server that could not be taken over.",
      offsetof(PoolStats, adoption_dropped)},
-    {"events_lost", "lost_events", "counter",
-     "Pool events that were dropped because they arrived faster than they were read.",
-     offsetof(PoolStats, events_lost)},
     {"backed_bytes", "", "gauge",
      "Bytes of L1 that have memory behind them; only these are handed out.",
      offsetof(PoolStats, backed_bytes)},
