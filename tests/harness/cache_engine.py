@@ -278,6 +278,9 @@ class _Child:
         self.engine.connect()
         return shown_name(self.engine.client.session)
 
+    def computes(self, tokens_s: float) -> None:
+        self.engine.client.prompt_tokens_s = tokens_s
+
     def connected(self) -> bool:
         return self.engine.client.connected
 

@@ -31,10 +31,14 @@ def story(world: World, load: str) -> None:
     engine.client.prompt_tokens_s = prompt_work(0, CHUNKS * CHUNK_TOKENS) / COMPUTE_S
     world.sleep(5)  # a ping tells that
 
-    def served(own_chunks: int = 0) -> int:
-        """How many chunks a lookup gets of the tier. `own_chunks`: so many are in the engine's own cache."""
+    def served(own_chunks: int = 0, *, of_l1: bool = False) -> int:
+        """How many chunks a lookup gets of the tier. `own_chunks`: so many are in the engine's own cache.
+
+        `of_l1`: L1 still has those of the last lookup.
+        """
         world.sleep(0.5)
-        server.run(server.parts.clearing.clear("l1", None))
+        if not of_l1:
+            server.run(server.parts.clearing.clear("l1", None))
         call = engine.lookup(tokens, deadline_ms=10_000, own_chunks=own_chunks)
         world.run(lambda: call.done, "the lookup is answered")
         result = call.result
@@ -51,6 +55,10 @@ def story(world: World, load: str) -> None:
     takes(0.03)
     first = {served() for _ in range(LEAST_BATCHES + 4)}
     if load == "auto":
+        saved_s = server.parts.explainer.avoided_s
+        assert saved_s == pytest.approx(COMPUTE_S * (LEAST_BATCHES + 4)), (
+            "each hit saves what computing takes"
+        )
         assert not any(served(CHUNKS) for _ in range(20)), "what the engine has itself was loaded for it"
     takes(0.2)
     slow = [served() for _ in range(60)]

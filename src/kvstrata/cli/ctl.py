@@ -62,8 +62,8 @@ def _explained(answer: Mapping[str, Any]) -> Any:
 
     def choice(one: Mapping[str, Any]) -> str:
         took_s, load_s, compute_s = (f"{one[name] or 0:.3g} s" for name in ("took_s", "load_s", "compute_s"))
-        what = "load" if one["loads"] else "compute"
-        return f"{one['adapter']}: {what}, took {took_s} (expected: load {load_s}, compute {compute_s})"
+        what = f"load, took {took_s}" if one["loads"] else "compute"
+        return f"{one['adapter']}: {what} (expected: load {load_s}, compute {compute_s})"
 
     def lookup(document: Mapping[str, Any]) -> dict[str, Any]:
         miss = document["first_miss"]

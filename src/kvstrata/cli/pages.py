@@ -228,7 +228,7 @@ def _found(window: tuple[str, str], trend: Mapping[str, Any]) -> list[str]:
     name, label = window
     numbers = trend[name]
     asked, l1, l2 = numbers["lookup_chunks"], numbers["l1_hit_chunks"], numbers["l2_hit_chunks"]
-    saved = f"≈ {span(numbers['avoided_s'] - numbers['lookup_s'])}" if trend["computed_chunks"] else "-"
+    saved = f"≈ {span(numbers['avoided_s'] - numbers['lookup_s'])}" if numbers["avoided_s"] else "-"
     shares = (share(part, asked) for part in (l1 + l2, l1, l2))
     return [label, count(numbers["lookups"]), count(asked), *shares, saved]
 

@@ -1,24 +1,19 @@
 """Explains misses and hits: why a chunk was absent, what lookups found, and how much computing that saved.
 
 Every part that stores, puts, loads or drops chunks reports to the Explainer, which itself calls no other part.  It
-keeps four bounded records:
+keeps three bounded records:
 
 - *Notes*: the last event of a storage key that is not in L1 (evicted, corrupt, refused, put skipped, …, or looked up
   without success).  When a key is stored, its note is dropped.
 - *Probes*: the identities under which a prompt with these first tokens was stored, per tenant.  A probe is a digest of
   tokens alone and is compared only within the caller's tenant, so no tenant learns which prompts another one has.
 - *Lookups*: the last lookups, with the chunks that each tier had and the reason of the first miss.
-- *Computing*: the prompts whose missing chunks engines compute now.  The time from the reply to a lookup to the commit
-  of the prompt's last chunk is measured; overlapping times of one engine are counted once.  Their sum divided by the
-  number of computed chunks is the time of one chunk, separately for each layout, since it depends on the model.  A
-  chunk that a lookup finds saves this time.
 
 1. A reason is given only if this instance knows it.  Once notes were dropped, a key without a note is `forgotten`, not
    `unknown_key`.
-2. A prompt counts as computed only once its last chunk is committed; a prompt that was abandoned or not stored does not
-   count.  Until the first prompt of a layout has been computed, hits of its engines save nothing.
-3. The saving is an estimate: waiting in the engine counts as computing, and chunks that an engine had in its own cache
-   count as saved if the lookup named them too.
+2. What a lookup finds saves the time that its engine would have taken to compute it, at the rate that the engine
+   measures and reports (wire.Ping), without what the engine's own cache holds.  An engine that reports no rate saves
+   nothing.
 
 `ServerNumbers` are the metrics of requests and cluster that several parts of a server count.  `Trend` reports the
 results of lookups in the last minute, the last hour and since the start: differences of samples of the numbers.  A
@@ -38,7 +33,6 @@ import msgspec
 from kvstrata.clock import Clock
 from kvstrata.errors import BadRequest
 from kvstrata.observability.numbers import (
-    RATIO_BUCKETS,
     SHORT_BUCKETS,
     Numbers,
     counter,
@@ -53,7 +47,6 @@ MAX_PROBES = 8_192
 """Some 950 bytes each, if each probe has an identity of its own."""
 MAX_IDENTITIES_PER_PROBE = 8
 MAX_LOOKUPS = 4_096
-MAX_COMPUTING, MAX_LAYOUTS = 1_024, 64
 MAX_LISTED_IDS = 8
 """Most request ids that an error lists where several match."""
 MAX_DETAIL_CHARS = 120
@@ -130,9 +123,6 @@ class ServerNumbers(Numbers, prefix=""):
         name="store_seconds",
     )
     prefetch = histogram("Time that a lookup took to load chunks from L2.", name="l2_prefetch_seconds")
-    compute_ratio = histogram(
-        "Ratio of expected to measured time of computing the chunks left to the engine.", bounds=RATIO_BUCKETS
-    )
 
     def __init__(self) -> None:
         self.tenants: dict[int, TenantNumbers] = {}
@@ -159,7 +149,7 @@ class Choice(msgspec.Struct):
     """Expected time of loading what it has of these chunks (None: not known yet), and of computing all of them."""
     loads: bool
     took_s: float | None = None
-    """Measured time of the load, or until the engine had computed and stored its prompt; None: it goes on."""
+    """Measured time of the load; None: it goes on, or nothing is loaded."""
 
 
 class Explained(NamedTuple):
@@ -187,38 +177,11 @@ class Explained(NamedTuple):
 class EngineUse:
     """What one engine has asked for and stored; totals since it attached."""
 
-    __slots__ = ("avoided_s", "counted_until_s", "hit_chunks", "lookup_chunks", "lookups", "stored_records")
+    __slots__ = ("avoided_s", "hit_chunks", "lookup_chunks", "lookups", "stored_records")
 
     def __init__(self) -> None:
         self.lookups = self.lookup_chunks = self.hit_chunks = self.stored_records = 0
         self.avoided_s = 0.0
-        self.counted_until_s = 0.0
-        """Its time up to this moment has been counted as computing, or was idle."""
-
-
-class Pace:
-    """How long engines with one layout compute."""
-
-    __slots__ = ("chunks", "seconds")
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.chunks = 0
-
-    @property
-    def chunk_s(self) -> float:
-        """Seconds for one chunk; 0 as long as nothing was measured."""
-        return self.seconds / self.chunks if self.chunks else 0.0
-
-
-class Computing(NamedTuple):
-    """A prompt of which an engine computes the chunks that a lookup did not find."""
-
-    engine: EngineUse
-    pace: Pace
-    chunks: int
-    since_s: float
-    choices: Sequence[Choice]
 
 
 class Explainer:
@@ -241,11 +204,6 @@ class Explainer:
         """Of about these, by the engine's id, and without what vLLM appends to the API's (see `explain`)."""
         self.avoided_s = 0.0
         """Seconds of computing that hits have saved."""
-        self.computed = Pace()
-        """Of all engines."""
-        self._computing: OrderedDict[bytes, Computing] = OrderedDict()
-        """By the storage key of the prompt's last chunk."""
-        self._paces: OrderedDict[LayoutIdentity, Pace] = OrderedDict()
 
     # --- chunks, by storage key -----------------------------------------------------------------------------
 
@@ -258,23 +216,6 @@ class Explainer:
         self._stored(keys)
         self._counters.committed_chunks += len(keys)
         engine.stored_records += len(keys)
-        if not self._computing:
-            return
-        now_s = self._clock.monotonic_s()
-        for key in keys:
-            prompt = self._computing.pop(key, None)
-            if prompt is None:
-                continue
-            seconds = max(0.0, now_s - max(prompt.since_s, prompt.engine.counted_until_s))
-            prompt.engine.counted_until_s = now_s
-            for pace in (prompt.pace, self.computed):
-                pace.seconds += seconds
-                pace.chunks += prompt.chunks
-            for left in prompt.choices:
-                if not left.loads:
-                    left.took_s = seconds
-                    if left.chunks == prompt.chunks and seconds:
-                        self._counters.compute_ratio.add(left.compute_s / seconds)
 
     def refused(self, key: bytes, word: str) -> None:
         """Note that a reserve of this chunk was refused; `word` says why."""
@@ -397,10 +338,8 @@ class Explainer:
             return MissReason.NEVER_STORED, "asked for before, never stored since"
         return note.reason, note.detail
 
-    def looked_up(
-        self, engine: EngineUse, layout: LayoutIdentity, tenant: int, last_key: bytes, found: Explained
-    ) -> None:
-        """Count and remember a lookup. `last_key`: a storage key of its last chunk, if that was not found."""
+    def looked_up(self, engine: EngineUse, tenant: int, found: Explained, saved_s: float = 0.0) -> None:
+        """Count and remember a lookup, which has saved its engine so many seconds of computing."""
         counters = self._counters
         counters.lookup_chunks += found.chunks
         counters.l1_hit_chunks += found.l1_chunks
@@ -418,25 +357,11 @@ class Explainer:
             self._newest.move_to_end(name)
         while len(self._newest) > 3 * MAX_LOOKUPS:
             self._newest.popitem(last=False)
-        pace = self._paces.get(layout)
-        if pace is None:
-            pace = self._paces[layout] = Pace()
-            if len(self._paces) > MAX_LAYOUTS:
-                self._paces.popitem(last=False)
-        avoided_s = found.served_chunks * pace.chunk_s
-        self.avoided_s += avoided_s
-        engine.avoided_s += avoided_s
+        self.avoided_s += saved_s
+        engine.avoided_s += saved_s
         engine.lookups += 1
         engine.lookup_chunks += found.chunks
         engine.hit_chunks += found.served_chunks
-        if found.served_chunks < found.chunks and last_key:
-            missing = found.chunks - found.served_chunks
-            self._computing[last_key] = Computing(
-                engine, pace, missing, self._clock.monotonic_s(), found.choices
-            )
-            self._computing.move_to_end(last_key)
-            if len(self._computing) > MAX_COMPUTING:
-                self._computing.popitem(last=False)
 
     def explain(self, request_id: str) -> dict[str, Any]:
         """The document of one request's lookups, oldest first.
@@ -527,13 +452,11 @@ class Trend:
 
     def section(self) -> dict[str, Any]:
         """The section `trend` of the status document."""
-        now, computed = self._now(), self._explainer.computed
+        now = self._now()
         return {
             "minute": _window(self._samples, now, MINUTE_S),
             "hour": _window(self._samples, now, HOUR_S),
             "start": _window([self._start], now, 0.0),
-            "computed_chunks": computed.chunks,
-            "computed_s": round(computed.seconds, 3),
         }
 
     def _now(self) -> Sample:

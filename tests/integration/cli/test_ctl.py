@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from kvstrata.cli.boundary import Exit
+from kvstrata.observability.load_line import prompt_work
 from tests.harness import own_commands
+from tests.harness.cache_engine import CHUNK_TOKENS, eventually
 from tests.harness.child import Child
 from tests.harness.daemon import free_port
 from tests.harness.server_process import ServerProcess
@@ -25,6 +27,7 @@ pytestmark = pytest.mark.integration
 
 
 CHUNKS = 2
+TOKENS_S = 100.0
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +42,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         engine.ask("connect")
         assert engine.ask("hit", n_chunks=CHUNKS) == 0
         engine.ask("store", n_chunks=CHUNKS)
+        engine.ask("computes", tokens_s=TOKENS_S)
+        eventually("a ping tells it", lambda: server.get("/v1/status")["engines"][0]["prompt_tokens_s"])
         assert engine.ask("hit", n_chunks=CHUNKS) == CHUNKS
         yield server
 
@@ -64,9 +69,9 @@ def test_a_page_tells_what_the_server_measured(server: ServerProcess) -> None:
     assert "llama-8b-shape" in page and "fs-0" in page and "first misses of the last hour: " in page
     status = json.loads(ctl(server, "status", "--json"))
     trend = status["trend"]
-    assert trend["computed_chunks"] == CHUNKS and trend["computed_s"] > 0
-    assert trend["start"]["avoided_s"] == pytest.approx(trend["computed_s"], abs=0.01)
     [engine] = status["engines"]
+    saved_s = prompt_work(0, CHUNKS * CHUNK_TOKENS) / TOKENS_S
+    assert trend["start"]["avoided_s"] == engine["avoided_s"] == pytest.approx(saved_s, abs=0.001)
     assert (engine["lookups"], engine["hit_chunks"], engine["stored_records"]) == (2, CHUNKS, CHUNKS)
     everything = ctl(server, "status", "--all")
     assert everything.splitlines()[0].startswith("needs_attention") and "pool" in everything

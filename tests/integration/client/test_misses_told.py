@@ -56,7 +56,6 @@ def test_cold_prompts_and_a_repeat_give_the_same_figures_with_and_without_l2(sta
         )
         assert counted["first_miss_reasons"] == {"unknown_key": PROMPTS}
         assert counted["peeked_misses"] == (PROMPTS if l2 == "none" else 0)
-        assert trend["computed_chunks"] == PROMPTS * CHUNKS and trend["start"]["avoided_s"] > 0
         (row,) = status["engines"]
         assert (row["lookups"], row["lookup_chunks"], row["hit_chunks"]) == (
             PROMPTS + 1,

@@ -84,7 +84,7 @@ def seen(rows: int = 1, name: str = "a", **trend: Any) -> Seen:
             },
             "attach": {"stranded_bytes": 0}, "process": {"restarts": 0, "last_end": ""},
             "sessions": {"leases_revoked": 0}, "log": {"dropped_lines": 0}, "l2_store": {"backlog_bytes": 0},
-            "trend": {"minute": window(), "hour": window(), "start": window(), "computed_chunks": 3, **trend},
+            "trend": {"minute": window(), "hour": window(), "start": window(), **trend},
             "engines": [
                 {"engine": f"{number:032x}", "model": name, "processes": 2, "complete": True, "lookups": 7,
                  "lookup_chunks": 50, "hit_chunks": 25, "stored_records": 25, "avoided_s": 3.25,

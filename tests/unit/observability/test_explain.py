@@ -51,14 +51,7 @@ class Scene:
             key(number), first=first, probe=probe, root=root, layout=LAYOUT, request=REQUEST, in_flight=in_flight
         )  # fmt: skip
 
-    def looked_up(
-        self, engine: EngineUse, chunks: int, hits: int, last: int = 1, *, layout: LayoutIdentity = LAYOUT
-    ) -> None:
-        found = explained("r")._replace(chunks=chunks, l1_chunks=hits, l2_chunks=0, served_chunks=hits)
-        self.explainer.looked_up(engine, layout, 0, key(last), found)
-
-    def committed(self, engine: EngineUse, at_s: float, *numbers: int) -> None:
-        self.now_s = at_s
+    def committed(self, engine: EngineUse, *numbers: int) -> None:
         self.explainer.committed(engine, [key(number) for number in numbers])
 
 
@@ -97,7 +90,7 @@ def test_the_last_event_of_a_key_is_its_reason_with_the_detail(scene: Scene) -> 
     told.left_l1(key(1), PoolChange.EVICTED, 6)
     told.inserted(key(1))
     assert scene.why() == (MissReason.PUT_SKIPPED, "backlog"), "with the put it would be in L2"
-    scene.committed(EngineUse(), 7.0, 1)
+    scene.committed(EngineUse(), 1)
     assert scene.why()[0] == MissReason.UNKNOWN_KEY
 
 
@@ -193,7 +186,7 @@ def test_the_newest_lookup_is_found_by_either_id_until_it_is_forgotten(scene, mo
 
     def looked_up(request_id: str, unix_ms: int) -> None:
         found = explained(request_id)._replace(unix_ms=unix_ms)
-        told.looked_up(explain.EngineUse(), LAYOUT, 0, b"", found)
+        told.looked_up(explain.EngineUse(), 0, found)
 
     for number in (1, 2):
         looked_up(of_engine, number)
@@ -221,45 +214,20 @@ def test_an_id_that_several_requests_begin_with_is_refused_and_lists_them(scene:
         told.explain("cmpl-7")
 
 
-def test_a_hit_saves_what_computing_a_chunk_took(scene: Scene) -> None:
-    engine, computed = EngineUse(), scene.explainer.computed
-    scene.now_s = 100.0
-    scene.looked_up(engine, 10, 5)
-    assert scene.explainer.avoided_s == 0, "nothing has been measured yet"
-    scene.committed(engine, 102.0, 7, 1)
-    assert (computed.seconds, computed.chunks) == (2.0, 5)
-    scene.looked_up(engine, 10, 10)
-    assert scene.explainer.avoided_s == engine.avoided_s == pytest.approx(4.0)
-    assert (engine.lookups, engine.lookup_chunks, engine.hit_chunks, engine.stored_records) == (2, 20, 15, 2)
-    large = LayoutIdentity(model="large", kv_dtype="bf16", chunk_tokens=256)
-    scene.looked_up(engine, 8, 8, layout=large)
-    assert scene.explainer.avoided_s == pytest.approx(4.0), "models have paces of their own"
-
-
-def test_time_that_an_engine_spends_on_several_prompts_counts_once_and_what_it_gives_up_not_at_all(scene):
-    engine, computed = EngineUse(), scene.explainer.computed
-    for at_s, last in ((0.0, 1), (1.0, 2), (1.5, 3)):
-        scene.now_s = at_s
-        scene.looked_up(engine, 4, 0, last)
-    scene.committed(engine, 10.0, 1)
-    scene.committed(engine, 11.0, 2, 2)
-    assert (computed.seconds, computed.chunks) == (11.0, 8)
-
-
-def test_the_memory_of_what_engines_compute_is_bounded(scene: Scene) -> None:
-    for number in range(2 * explain.MAX_COMPUTING):
-        model = str(number % (2 * explain.MAX_LAYOUTS))
-        layout = LayoutIdentity(model=model, kv_dtype="bf16", chunk_tokens=256)
-        scene.looked_up(EngineUse(), 1, 0, number, layout=layout)
-    assert len(scene.explainer._computing) == explain.MAX_COMPUTING
-    assert len(scene.explainer._paces) == explain.MAX_LAYOUTS
+def test_what_lookups_save_counts_for_their_engine_and_in_all(scene: Scene) -> None:
+    engine, other = EngineUse(), EngineUse()
+    for use, saved_s in ((engine, 0.0), (engine, 1.5), (other, 2.0)):
+        scene.explainer.looked_up(use, 0, explained("r")._replace(chunks=10, served_chunks=5), saved_s)
+    scene.committed(engine, 7, 1)
+    assert (engine.avoided_s, other.avoided_s, scene.explainer.avoided_s) == (1.5, 2.0, 3.5)
+    assert (engine.lookups, engine.lookup_chunks, engine.hit_chunks, engine.stored_records) == (2, 20, 10, 2)
 
 
 def test_the_windows_of_the_trend_are_differences_of_totals_of_a_known_length(scene: Scene) -> None:
     def lookup(chunks: int, hits: int, reason: str) -> None:
         scene.counters.lookup.add(0.001)
         found = explained("r")._replace(chunks=chunks, l1_chunks=hits, l2_chunks=0, served_chunks=hits)
-        scene.explainer.looked_up(EngineUse(), LAYOUT, 0, b"", found._replace(reason=reason))
+        scene.explainer.looked_up(EngineUse(), 0, found._replace(reason=reason))
 
     def passes(samples: int) -> None:
         for _ in range(samples):

@@ -710,12 +710,11 @@ class Lookups:
             if absent:
                 reason, detail = self._why_absent(key, identity, miss.probe, first=bool(miss.probe))
             self._counters.peeked_misses += 1
-            last_key = storage_keys(identity.root, miss.last, slices[:KEY_BYTES])
             found = Explained(
                 miss.request_id, identity.request.tenant, identity.root, self._clock.unix_ms(), 0.0,
                 miss.chunks, 0, 0, 0, str(reason), detail, key, miss.last, slices[-KEY_BYTES:],
             )  # fmt: skip
-            self._explainer.looked_up(group.use, group.layout, identity.tenant, last_key, found)
+            self._explainer.looked_up(group.use, identity.tenant, found)
             self._learn(_note_missed, identity, miss.chain, slices)
             if self._shared is not None:
                 self._shared.note(identity, group, miss.chain, 0)
@@ -765,8 +764,7 @@ class Lookups:
         n, tail_tokens = granted.n_chunks, granted.tail_tokens
         request, keys, identity = asked.request, asked.keys, asked.identity
         self._counters.lookup.add(now_s - asked.started_s)
-        misses = n < asked.n_chunks and keys.n_slices > 0
-        last_key = keys.nth((asked.n_chunks - 1) * keys.n_slices) if misses else b""
+        compute_s = asked.compute_s(0) if n else None
         found = Explained(
             request.request_id, identity.request.tenant, identity.root, self._clock.unix_ms(),
             (now_s - asked.started_s) * 1000, asked.n_chunks, l1_chunks, n - l1_chunks, n, str(reason),
@@ -775,7 +773,7 @@ class Lookups:
             asked.choices,
         )  # fmt: skip
         group = asked.process.group
-        self._explainer.looked_up(group.use, group.layout, identity.tenant, last_key, found)
+        self._explainer.looked_up(group.use, identity.tenant, found, compute_s(0, n) if compute_s else 0.0)
         if self._shared is not None:
             self._shared.note(identity, group, keys.chain, n)
         if asked.trace:
