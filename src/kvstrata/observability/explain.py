@@ -109,7 +109,6 @@ class ServerNumbers(Numbers, prefix=""):
     l2_hit_chunks = counter("Chunks served after a load from L2.")
     revoked_leases = counter("Leases revoked before a copy began, because other requests needed the space.")
     committed_chunks = counter("Chunks that became visible.")
-    bad_records = counter("Commits refused because the record did not match its reservation.")
     of_tenants = parts_by(
         "tenant",
         TenantNumbers,

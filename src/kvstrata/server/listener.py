@@ -162,13 +162,6 @@ class AttachServer(Numbers):
     """
 
     pending = gauge("Handshakes in progress.", lambda self: len(self._pending))
-    attached = gauge(
-        "Sessions with an open attach connection.", lambda self: self._processes.count(RowState.ATTACHED)
-    )
-    detached = gauge(
-        "Sessions without an open attach connection whose process is alive.",
-        lambda self: self._processes.count(RowState.DETACHED),
-    )
     old_rows = gauge(
         "Rows of the previous server whose process has neither ended nor re-attached.",
         lambda self: self._processes.count(RowState.OLD, RowState.RECLAIMED),

@@ -143,8 +143,6 @@ class Reserving:
             outcomes[position] = code
             if code == CommitOutcome.COMMITTED:
                 done.append(nth(reservation.keys, index))
-            elif code == CommitOutcome.BAD_RECORD:
-                self._counters.bad_records += 1
         if done:
             self._explainer.committed(process.group.use, done)
             if self._grants.promises.awaited:
