@@ -16,19 +16,19 @@ usage: kvstrata COMMAND [arguments]
 
   server      run a cache server (also: lmcache-server)
   controller  run a cluster's controller (also: lmcache-controller)
-  gateway     run a proxy before several engines (also: lmcache-gateway)
-  ctl         ask a running server: status, explain, clear; `ctl cluster` asks the controller, `ctl pool` lists
-              and frees pools without a server
-  prewarm     load a prompt's KV into L1 before anybody asks, and report what that cost and saved
+  gateway     run a proxy in front of several engines (also: lmcache-gateway)
+  ctl         administer a running server: status, explain, clear; `ctl cluster` administers a controller,
+              `ctl gateway` a gateway, and `ctl pool` lists and frees pools without a server
+  prewarm     load a prompt's KV into L1 ahead of requests, and report the cost and the saving
   bench       measure a running server on this host; `bench l2` measures one storage adapter, `bench serve` engines
-  replay      say what L1s of other sizes would have hit on recorded requests
-  sim         a simulated engine behind vLLM's HTTP interface, to try what stands before engines
-  plan        the best configuration for a recorded trace: engines by role, size of L1, and what more would buy
-  cluster     make the keys of a cluster: `cluster init`, `cluster add`, `cluster remove`
-  doctor      check this machine, and the server that the flags of lmcache-server describe; say what to do
+  replay      compute the hit rates of L1s of other sizes on recorded requests
+  sim         run a simulated engine with vLLM's HTTP interface, to test gateways and servers without a GPU
+  plan        compute the best configuration for a recorded trace: roles of engines, size of L1, gain of more
+  cluster     make or revoke the keys of a cluster: `cluster init`, `cluster add`, `cluster remove`
+  doctor      check this machine, and the server that lmcache-server's flags describe; print what to fix
 
-kvstrata COMMAND --help tells more. kvstrata --version and kvstrata COMMAND --version print the version; kvstrata
---native-include-dir prints the folder of the headers for storage connectors in C++."""
+kvstrata COMMAND --help prints a command's options. kvstrata --version and kvstrata COMMAND --version print the
+version; kvstrata --native-include-dir prints the folder of the C++ headers for storage connectors."""
 
 COMMANDS = frozenset(re.findall(r"^  (\w+)  ", USAGE, re.MULTILINE))
 """Each is the module of its name here."""

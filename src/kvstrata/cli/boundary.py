@@ -135,7 +135,7 @@ def _lost_output(name: str, error: OSError) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if error.errno == errno.EPIPE:
         return Exit.READER_GONE
-    _tell(f"{name}: standard output cannot be written: {error.strerror}; give it another file, or free space")
+    _tell(f"{name}: cannot write to standard output: {error.strerror}; redirect it, or free space")
     return Exit.OUTPUT
 
 

@@ -19,18 +19,18 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     for command, text in (
         ("init", "make keys for a controller and for members"),
-        ("add", "make keys for more members, or new ones for a member"),
-        ("remove", "shut members out"),
+        ("add", "make keys for further members, or new keys for a member"),
+        ("remove", "revoke the keys of members"),
     ):
         made = commands.add_parser(command, help=text)
-        made.add_argument("folder", metavar="FOLDER", help="where the key files are kept")
+        made.add_argument("folder", metavar="FOLDER", help="folder of the key files")
         several = "+" if command == "remove" else "*"
-        made.add_argument("names", metavar="NAME", nargs=several, help="a member, as a rule its host's name")
+        made.add_argument("names", metavar="NAME", nargs=several, help="a member, usually its host name")
         if command != "remove":
             made.add_argument(
-                "--gateway", metavar="NAME", action="append", default=[], help="a gateway; may be given again"
+                "--gateway", metavar="NAME", action="append", default=[], help="name of a gateway; repeatable"
             )
-            made.add_argument("--overwrite", action="store_true", help="replace keys that exist")
+            made.add_argument("--overwrite", action="store_true", help="replace existing keys")
     return top
 
 

@@ -29,12 +29,14 @@ from kvstrata.config.model import HttpSettings
 from kvstrata.errors import ConfigError
 from kvstrata.process.operations import Operation
 
+DESCRIPTION = """Send a request to the admin port of a running server, and print the answer. `cluster` addresses
+a controller, `gateway` a gateway; `pool` reads the files of pools and needs no server."""
 GROUPS = {
-    "stranded": "sessions of dead processes whose GPU may still write into L1",
-    "pool": "list or free pools, with or without a server",
-    "cluster": "ask the controller of a cluster",
-    "gateway": "ask a gateway before engines",
-    "l2": "list, show, pause or resume L2 adapters",
+    "stranded": "List or clear sessions of dead processes whose GPU may still write into L1",
+    "pool": "List or free pools, with or without a server",
+    "cluster": "Administer a cluster through its controller",
+    "gateway": "Show the state and the decisions of a gateway",
+    "l2": "List, pause or resume L2 adapters",
 }
 FILE = "JSON list of token ids, or of storage keys in hexadecimal; -: standard input"
 
@@ -126,7 +128,7 @@ def _instances(answer: Mapping[str, Any]) -> Any:
 
 def _events(answer: Mapping[str, Any]) -> Any:
     """One line for each event."""
-    return [{"time": _utc(row.pop("unix_ms")), **row} for row in answer["events"]] or "nothing happened"
+    return [{"time": _utc(row.pop("unix_ms")), **row} for row in answer["events"]] or "no event"
 
 
 SHOWN: dict[str, Callable[[Any], Any]] = {
@@ -145,7 +147,7 @@ SHOWN: dict[str, Callable[[Any], Any]] = {
 
 def parser(group: str = "") -> argparse.ArgumentParser:
     """The command line of `kvstrata ctl`, with the commands of a server, and those below one group."""
-    top = argparse.ArgumentParser(prog="kvstrata ctl", description=__doc__)
+    top = argparse.ArgumentParser(prog="kvstrata ctl", description=DESCRIPTION)
     _add_common(top)
     made = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     groups = {"": made}
@@ -167,15 +169,15 @@ def parser(group: str = "") -> argparse.ArgumentParser:
         _add_arguments(command, operation)
         if words == "status":
             command.add_argument(
-                "--all", action="store_true", help="print everything that is known, not a page"
+                "--all", action="store_true", help="print the whole status document instead of one page"
             )
-    add("pool list", "The pools of this user: size, age, and which processes own them").add_argument(
-        "roots", metavar="DIR", type=Path, nargs="*", help="folders to look below, by default /dev/shm"
+    add("pool list", "List the pools of this user: size, age, and the processes that own them").add_argument(
+        "roots", metavar="DIR", type=Path, nargs="*", help="folders to search (/dev/shm)"
     )
     add(
         "pool free",
-        "Give the memory of a pool back; refused while any server, keeper, host or engine owns it",
-    ).add_argument("pool", metavar="POOL", type=Path, help="folder, as `list` prints it")
+        "Delete a pool and free its memory; refused while a server, keeper, adapter host or engine owns it",
+    ).add_argument("pool", metavar="POOL", type=Path, help="folder of the pool, as `pool list` prints it")
     return top
 
 
@@ -222,11 +224,12 @@ def _add_common(parser: argparse.ArgumentParser, default: str | None = None) -> 
     add(
         "--url",
         default=default or "",
-        help=f"admin port ({usual_url(HttpSettings())}), for `cluster` the controller's ({controller_url()})",
+        help=f"URL of the admin port ({usual_url(HttpSettings())}; for `cluster` {controller_url()}, for `gateway` "
+        f"{usual_url(GatewayHttpSettings())})",
     )
     add("--token-file", metavar="FILE", default=default or "",
-        help="file with the bearer token; -: standard input (that of a server of this user)")  # fmt: skip
-    add("--json", action="store_true", default=default or False, help="print JSON, all that the server said")
+        help="file with the bearer token; -: standard input (default: the token of this user's server)")  # fmt: skip
+    add("--json", action="store_true", default=default or False, help="print the whole answer as JSON")
 
 
 def controller_url() -> str:
@@ -308,7 +311,7 @@ def _pools(options: argparse.Namespace) -> Any:
             "owned_by": ", ".join(pool.owners) or "nobody",
         }
         for pool in found
-    ] or "no pool of this user is here"
+    ] or "no pool of this user was found"
 
 
 @guarded("kvstrata ctl")

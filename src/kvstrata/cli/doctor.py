@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 UNFIT = {
     **dict.fromkeys(
         ("tmpfs", "overlay"),
-        "choose a base_path on a local disk: this one is lost with the machine or container",
+        "choose a base_path on a local disk: this folder is lost with the machine or container",
     ),
     **dict.fromkeys(
         ("nfs", "nfs4", "cifs", "fuse.sshfs", "9p"),
-        "choose a local disk: each put waits for that file system",
+        "choose a local disk: each put waits for this network file system",
     ),
 }
 """File systems on which an L2 makes little sense, and what to do."""
@@ -94,9 +94,9 @@ def _vllm() -> Finding:
             continue
         advice = ""
         if importlib.util.find_spec("lmcache") and os.environ.get("KVSTRATA_TAKEOVER") != "1":
-            advice = "lmcache is installed too: give kv_connector_module_path, or set KVSTRATA_TAKEOVER=1"
+            advice = "lmcache is also installed: set kv_connector_module_path, or KVSTRATA_TAKEOVER=1"
         elif not is_tested(version):
-            advice = f"tested with {', '.join(TESTED)}; any other version is checked when an engine starts"
+            advice = f"tested versions: {', '.join(TESTED)}; others are checked when an engine starts"
         return _seen("vllm", f"{package} {version}", advice)
     return Finding("vllm", "ok", "not installed in this Python; only engines need it")
 
@@ -108,8 +108,8 @@ def _engine_settings() -> list[Finding]:
         _, notes = load_settings({}, os.environ)
     except KvstrataError as error:
         return [Finding(name, "fail", line, "correct it") for line in error.lines]
-    advice = "docs/coming-from-lmcache.md says what LMCache's names are here"
-    return [Finding(name, "warn", note, advice) for note in notes] or [Finding(name, "ok", "all have effect")]
+    advice = "docs/coming-from-lmcache.md lists the counterparts of LMCache's settings"
+    return [Finding(name, "warn", note, advice) for note in notes] or [Finding(name, "ok", "all take effect")]
 
 
 def _gpus() -> Iterator[Finding]:
@@ -118,7 +118,7 @@ def _gpus() -> Iterator[Finding]:
 
     def refused(name: str, error: Exception, state: str = "warn") -> Finding:
         found, _, remedy = str(error).partition("; ")
-        return Finding(name, state, found, remedy or "nvidia-smi -q tells its state")
+        return Finding(name, state, found, remedy or "check its state with nvidia-smi -q")
 
     try:
         driver = driver_facts()
@@ -133,7 +133,7 @@ def _gpus() -> Iterator[Finding]:
     advice = "update it to CUDA 12.8 (570) or newer: copies of small blocks are faster there"
     batched = driver.batched_copies
     yield _seen("GPU driver", f"{found}, {'' if batched else 'no '}batched copies", "" if batched else advice)
-    advice = "build kvstrata where nvcc is (`make cuda`); until then copies go by DMA only"
+    advice = "build kvstrata on a machine with nvcc (`make cuda`); until then copies use only DMA"
     yield _seen("GPU kernels", driver.kernels or "built", advice if driver.kernels else "")
     for ordinal in range(driver.devices):
         try:
@@ -143,7 +143,7 @@ def _gpus() -> Iterator[Finding]:
             continue
         major, minor = device.capability
         found = f"{device.name}, {device.memory_bytes / GB:.1f} GB, sm_{major}{minor}, {device.pci_bus_id}"
-        advice = "copies go unpinned, at a fraction of the speed; use a machine that has the whole GPU"
+        advice = "copies use unpinned memory, at a fraction of the speed; use a machine with a whole GPU"
         pins = device.can_register_host
         found += "" if pins else "; it cannot register host memory"
         yield _seen(f"GPU {ordinal}", found, "" if pins else advice)
@@ -163,7 +163,7 @@ def _server(settings: ServerSettings, environ: Mapping[str, str]) -> Iterator[Fi
     if not lacking:
         yield Finding("settings", "ok", "can be used here")
     for lack in lacking:
-        yield Finding("settings", "warn", lack, "correct the setting, or this machine")
+        yield Finding("settings", "warn", lack, "change the setting, or fix this machine")
     yield running
     if planned.p2p_engine is not None:
         yield Finding("bytes of peers", "ok", planned.p2p_engine.why)
@@ -189,7 +189,7 @@ def _running(settings: ServerSettings, environ: Mapping[str, str]) -> Finding:
         with contextlib.suppress(OSError), open(place / paths.PID_FILE, "rb") as file:
             if linux.byte_locker(file.fileno(), 0) is not None:
                 pid = file.read(32).decode("ascii", "replace").strip()
-                found = f"process {pid} at {place}; `kvstrata ctl status` asks it"
+                found = f"process {pid} at {place}; `kvstrata ctl status` shows its state"
                 return Finding("running server", "ok", found)
     return Finding("running server", "ok", f"none at {', '.join(map(str, places))}")
 
@@ -199,14 +199,14 @@ def _shared_memory(settings: ServerSettings) -> Iterator[Finding]:
     from kvstrata.memory.pools import find_pools
 
     if not paths.SHM_ROOT.is_dir():
-        yield Finding("/dev/shm", "warn", "absent", "L1 has no file and ends with the keeper: nothing to do")
+        yield Finding("/dev/shm", "warn", "absent", "nothing to do: L1 has no file, and ends with the keeper")
         return
     usage = shutil.disk_usage(paths.SHM_ROOT)
     yield Finding("/dev/shm", "ok", f"{usage.free / GB:.1f} of {usage.total / GB:.1f} GB free")
     own = Path(settings.l1.segment_dir or paths.segment_dir(settings.named_port, settings.instance_id))
     for pool in find_pools():
         if not pool.owners and pool.place != own:
-            advice = f"if you need it no more: kvstrata ctl pool free {pool.place}"
+            advice = f"if you no longer need it: kvstrata ctl pool free {pool.place}"
             found = f"{pool.memory_bytes / GB:.1f} GB at {pool.place}, owned by no process"
             yield Finding("left pool", "warn", found, advice)
 
@@ -226,8 +226,8 @@ def main(arguments: Sequence[str] | None) -> int:
     """Print the report; the exit status is 1 when a check failed."""
     top = argparse.ArgumentParser(
         prog="kvstrata doctor",
-        description=__doc__,
-        epilog="All flags of `lmcache-server` may follow, so that the server that they describe is looked at.",
+        description="Find what prevents a server or a connector from working on this machine, and how to fix it.",
+        epilog="Flags of `lmcache-server` may follow; the server that they describe is checked too.",
         allow_abbrev=False,
     )
     top.add_argument("--json", action="store_true", help="print JSON")
@@ -241,5 +241,5 @@ def main(arguments: Sequence[str] | None) -> int:
             print(f"{finding.state:<5} {finding.check:<{width}}  {finding.found}")
         bad = sorted((one for one in found if one.advice and one.state != "ok"), key=lambda one: one.state)
         steps = [f"  {number}. {one.check}: {one.advice}" for number, one in enumerate(bad, 1)]
-        print("\nWhat to do:", *(steps or ["  nothing: everything is in order"]), sep="\n")
+        print("\nWhat to do:", *(steps or ["  nothing: no problem was found"]), sep="\n")
     return 1 if any(finding.state == "fail" for finding in found) else 0

@@ -143,7 +143,7 @@ def server_page(seen: Seen) -> list[str]:
         *_head(seen),
         cut(
             f"    {count(pool['entries'].get('ready', 0))} records, {size(pool['leased_bytes'])} leased, "
-            f"{count(pool['evicted_entries'])} evicted, {size(status['l2_store']['backlog_bytes'])} wait for L2"
+            f"{count(pool['evicted_entries'])} evicted, {size(status['l2_store']['backlog_bytes'])} waiting for L2"
         ),
         "",
         *grid("lookups|number>|chunks asked>|hits>|L1>|L2>|saved>", map(_found, WINDOWS, [trend] * 3), ""),
@@ -162,7 +162,7 @@ def warnings_of(seen: Seen) -> list[str]:
     status, found = seen.status, []
     pool, attach, process = status["pool"], status["attach"], status["process"]
     if not status["instance"]["ready"]:
-        found.append("not ready: kvstrata ctl ready says why")
+        found.append("not ready: run `kvstrata ctl ready` for the reason")
     if pool["missing_bytes"]:
         found.append(f"L1 lacks {size(pool['missing_bytes'])} of memory: free space in /dev/shm")
     if pool["corrupt_entries"]:
@@ -172,21 +172,23 @@ def warnings_of(seen: Seen) -> list[str]:
         if tier["state"] != "active":
             found.append(f"{name}: {tier['state']}{f': {why}' if why else ''}")
         if opened := _not_closed(tier["breakers"]):
-            found.append(f"{name}: breaker of {opened}")
+            found.append(f"{name}: circuit breaker: {opened}")
         if tier.get("numbers", {}).get("read_only"):
-            found.append(f"{name}: read-only after an error of the disk")
+            found.append(f"{name}: read-only after a disk error")
     cluster = status.get("cluster")
     if cluster and not cluster.get("member"):
         found.append("the cluster's controller does not answer")
     if attach["stranded_bytes"]:
-        found.append(f"{size(attach['stranded_bytes'])} are kept for dead processes: ctl stranded list")
+        found.append(
+            f"{size(attach['stranded_bytes'])} are quarantined for dead processes: kvstrata ctl stranded list"
+        )
     incomplete = sum(not engine["complete"] for engine in status["engines"])
     if incomplete:
-        found.append(f"{incomplete} engines lack processes, so that their lookups find nothing")
+        found.append(f"{incomplete} engines lack processes, so their lookups find nothing")
     if process["restarts"]:
         found.append(f"{process['restarts']} restarts, the last after {process['last_end']}")
     if status["sessions"]["leases_revoked"]:
-        found.append(f"{status['sessions']['leases_revoked']} revoked leases were not given back yet")
+        found.append(f"{status['sessions']['leases_revoked']} revoked leases have not been released yet")
     if status["log"]["dropped_lines"]:
         found.append(f"{status['log']['dropped_lines']} log lines were dropped: nobody read the log")
     return found
@@ -221,7 +223,7 @@ def _tenants(tenants: list[dict[str, Any]]) -> list[str]:
         for row in sorted(tenants, key=lambda row: -row["bytes"])
     ]  # fmt: skip
     heads = "tenant|L1>|quota>|of prefill>|saved by ½ ×>|1 ×>|2 ×>|4 ×>"
-    return grid(heads, rows, "--json") if rows else ["no tenant holds anything"]
+    return grid(heads, rows, "--json") if rows else ["no tenant has chunks in L1"]
 
 
 def _found(window: tuple[str, str], trend: Mapping[str, Any]) -> list[str]:
@@ -277,23 +279,23 @@ def cluster_warnings(cluster: dict[str, Any], instances: list[dict[str, Any]]) -
     if election["problem"]:
         found.append(f"election: {election['problem']}")
     if not election["leader"]:
-        found.append(f"no controller leads since {span(election['no_leader_s'])}")
+        found.append(f"no controller has been the leader for {span(election['no_leader_s'])}")
     engines = {name.partition(",")[0] for name in cluster["peer_engines"]} - {"none"}
     if len(engines) > 1:
         found.append(
-            f"instances use {' and '.join(sorted(engines))} between peers, so not all of them read each other; set "
-            "p2p.engine to the same on all"
+            f"instances use different transfer engines ({', '.join(sorted(engines))}), so some cannot read others; "
+            "set the same p2p.engine on all"
         )
     for row in instances:
         if row["state"] != "live":
-            found.append(f"{row['id']}: {row['state']}, heard {span(row['heard_ago_s'])} ago")
+            found.append(f"{row['id']}: {row['state']}, last heard {span(row['heard_ago_s'])} ago")
             continue
         found += [f"{row['id']}: {tier} is {state}" for tier, state in row["tier_states"].items()]
         if row["late"]:
             found.append(f"{row['id']}: has not answered for {span(row['heard_ago_s'])}")
         if row["following"]["state"] == "wanted":
             found.append(
-                f"{row['id']}: its chunks are to be listed again ({row['following']['listed_because']})"
+                f"{row['id']}: its chunks must be listed again ({row['following']['listed_because']})"
             )
     if cluster["restarts"]:
         found.append(f"{cluster['restarts']} restarts, the last after {cluster['last_end']}")

@@ -67,23 +67,23 @@ def parser() -> argparse.ArgumentParser:
     """The command line of `kvstrata plan`."""
     top = argparse.ArgumentParser(
         prog="kvstrata plan",
-        description="The configuration that serves a recorded trace best, and what more of anything would buy.",
+        description="Compute the configuration that serves a recorded trace best, and the gain of more L1 or engines.",
     )
     add = top.add_argument
-    add("--trace", required=True, metavar="FILE", help="file of observability.record, or one JSON object a "
-        "line: timestamp (ms), input_length, output_length, hash_ids of 512-token blocks")  # fmt: skip
-    add("--model", default="", metavar="FILE", help="JSON object with the times of an engine's steps, named as the "
+    add("--trace", required=True, metavar="FILE", help="file of observability.record, or one JSON object "
+        "per line: timestamp (ms), input_length, output_length, hash_ids of 512-token blocks")  # fmt: skip
+    add("--model", default="", metavar="FILE", help="JSON file with the step times of an engine, named as the "
         "flags of `kvstrata sim`: step_us, prefill_token_us, … (an 8B model on an H100)")  # fmt: skip
     add("--gpus", type=whole(1, MAX_GPUS), required=True, metavar="N", help="number of engines")
-    add("--l1-gb", type=whole(1, 1 << 20), default=64, metavar="N", help="size of L1 (%(default)s)")
+    add("--l1-gb", type=whole(1, 1 << 20), default=64, metavar="GB", help="size of L1 (%(default)s)")
     add("--kv-token-bytes", type=whole(1, 1 << 30), default=131_072, metavar="N",
         help="bytes of one token's KV (%(default)s)")  # fmt: skip
     add("--ttft-ms", type=whole(0, 3_600_000), default=2_000, metavar="N",
-        help="time to the first token that is in time; 0: any (%(default)s)")  # fmt: skip
+        help="target for the time to the first token; 0: no target (%(default)s)")  # fmt: skip
     add("--tpot-ms", type=whole(0, 3_600_000), default=50, metavar="N",
-        help="time per further token that is in time; 0: any (%(default)s)")  # fmt: skip
+        help="target for the time per further token; 0: no target (%(default)s)")  # fmt: skip
     add("--answer-tokens", type=whole(1, 1 << 24), default=256, metavar="N",
-        help="length of answers, for files of observability.record (%(default)s)")  # fmt: skip
+        help="tokens of an answer, for files of observability.record, which lack them (%(default)s)")  # fmt: skip
     add("--json", action="store_true", help="print JSON")
     return top
 
@@ -93,10 +93,10 @@ def read_trace(path: str, answer_tokens: int) -> tuple[int, list[Row]]:
     block_tokens, log, rows = read(Path(path), Row)
     rows = rows or list(_of_log(log, block_tokens, answer_tokens))
     if len(rows) > MAX_REQUESTS:
-        raise ConfigError(f"--trace: more than {MAX_REQUESTS} requests; give a part", field="--trace")
+        raise ConfigError(f"--trace: more than {MAX_REQUESTS} requests; give a part of it", field="--trace")
     if len(rows) < 2 or max(one.timestamp for one in rows) == min(one.timestamp for one in rows):
         raise ConfigError(
-            f"--trace: {path:.200} has no two requests with different times, so no rate", field="--trace"
+            f"--trace: {path:.200} must have two requests with different timestamps", field="--trace"
         )
     return block_tokens or BLOCK_TOKENS, sorted(rows, key=lambda one: one.timestamp)
 

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command line of `kvstrata prewarm`."""
     top = argparse.ArgumentParser(
-        prog="kvstrata prewarm", description="Load the KV of a prompt into L1 before anybody asks for it.",
+        prog="kvstrata prewarm", description="Load the KV of a prompt into L1 ahead of requests.",
         epilog="If OPENAI_API_KEY is set, it is sent to the engine.",
     )  # fmt: skip
     add, what = top.add_argument, top.add_mutually_exclusive_group(required=True)
@@ -52,8 +52,8 @@ def parser() -> argparse.ArgumentParser:
         help="JSON list of token ids, of storage keys in hexadecimal, or of chat messages, or a file that holds one; "
         "-: standard input")  # fmt: skip
     what.add_argument("--job", type=int, metavar="N", help="print the report of an earlier prewarm")
-    add("--text", action="store_true", help="PROMPT is a file with a text; needs --engine")
-    add("--engine", default="", metavar="URL", help="engine that makes tokens of a text or of messages")
+    add("--text", action="store_true", help="PROMPT is a text file; needs --engine")
+    add("--engine", default="", metavar="URL", help="engine that tokenizes a text or messages")
     for field in FLAGS:
         kind, metas = unwrapped(field.type)
         default = f" ({field.default})" if field.default else ""
@@ -61,7 +61,8 @@ def parser() -> argparse.ArgumentParser:
             help=f"{metas[0].description}{default}")  # fmt: skip
     add("--url", default=usual_url(HttpSettings()), help="admin port of the server (%(default)s)")
     add("--token-file", metavar="FILE", default="",
-        help="file with the admin port's bearer token; -: standard input (that of a server of this user)")  # fmt: skip
+        help="file with the admin port's bearer token; -: standard input "
+        "(default: the token of this user's server)")  # fmt: skip
     add("--json", action="store_true", help="print JSON")
     return top
 
@@ -97,11 +98,9 @@ def prompt(given: argparse.Namespace) -> dict[str, Any]:
 def tokenized(given: argparse.Namespace, **what: Any) -> dict[str, Any]:
     """The engine's tokens of a text or a conversation."""
     if not given.engine:
-        raise ConfigError(
-            "--engine: give the URL of an engine, to make tokens of the prompt", field="--engine"
-        )
+        raise ConfigError("--engine: give the URL of an engine that tokenizes the prompt", field="--engine")
     asked = Ask("/tokenize", what | ({"model": given.adapter} if given.adapter else {}), timeout_s=60.0)
     answer = ask(given.engine, asked, token=os.environ.get("OPENAI_API_KEY", ""), flag="--engine")
     if not isinstance(answer, dict) or not isinstance(answer.get("tokens"), list):
-        raise Unavailable(f"--engine: {given.engine} answers /tokenize without `tokens`")
+        raise Unavailable(f"--engine: {given.engine} answers /tokenize without `tokens`, unlike vLLM")
     return {"tokens": answer["tokens"]}

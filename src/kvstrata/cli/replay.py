@@ -55,10 +55,10 @@ def main(arguments: Sequence[str] | None) -> int:
             )
             for path, log in zip(given.files, logs, strict=True):
                 if not shadow.replay(log):
-                    raise ConfigError(f"{path}: ends within a request: the file was cut", field="files")
+                    raise ConfigError(f"{path}: is truncated: the last request is incomplete", field="files")
             chunks, hit_chunks, cost, hit_cost = shadow.sums
             if not chunks:
-                raise ConfigError("the files hold no request", field="files")
+                raise ConfigError("FILE: the files contain no request", field="files")
             row |= {
                 f"hits_{policy}": round(hit_chunks / chunks, 4),
                 f"seconds_{policy}": round(hit_cost / cost, 4),
@@ -82,24 +82,24 @@ def parser() -> argparse.ArgumentParser:
     positive.__name__ = "number above 0"
     top = argparse.ArgumentParser(
         prog="kvstrata replay",
-        description="Shares of the chunks that L1s of these sizes would have hit, and of the prefill seconds that they "
-        "would have saved, on recorded requests.",
+        description="Compute the share of the chunks of recorded requests that L1s of these sizes would have hit, and "
+        "the share of the prefill seconds that they would have saved.",
     )
     top.add_argument("files", nargs="+", type=Path, metavar="FILE",
-        help="files of observability.record, oldest first, or traces in Mooncake's form")  # fmt: skip
+        help="files of observability.record, oldest first, or traces in Mooncake's format")  # fmt: skip
     top.add_argument(
         "--l1-size-gb", nargs="+", type=positive, default=[16.0, 32.0, 64.0, 128.0, 256.0], metavar="GB"
     )
     top.add_argument("--chunk-mb", type=positive, required=True,
-        help="MiB that a chunk takes in L1: pool.used_bytes ÷ pool.entries.ready of the server's status")  # fmt: skip
+        help="size of a chunk in L1 in MiB: pool.used_bytes ÷ pool.entries.ready of the server's status")  # fmt: skip
     top.add_argument("--chunk-tokens", type=whole(1, 1 << 20), default=512,
-        help="tokens of a block of a trace (%(default)s); recorded files say it themselves")  # fmt: skip
-    top.add_argument("--l2", action="store_true", help="with an L2: no chunk is refused")
+        help="tokens in a block of a trace (%(default)s); recorded files contain this number")  # fmt: skip
+    top.add_argument("--l2", action="store_true", help="simulate an L2, so that L1 refuses no chunk")
     top.add_argument("--engine-gb", type=positive, default=0.0, metavar="GB",
-        help="KV that the engines' own caches hold together; what these hit counts too")  # fmt: skip
+        help="total size of the engines' own caches; their hits count too")  # fmt: skip
     top.add_argument("--store", choices=("commit", "late"), default="commit",
-        help="engines store a chunk as soon as it is computed, or when their own cache loses it")  # fmt: skip
-    top.add_argument("--json", action="store_true")
+        help="when engines store a chunk: once computed, or when their own cache evicts it (%(default)s)")  # fmt: skip
+    top.add_argument("--json", action="store_true", help="print JSON")
     return top
 
 
@@ -131,12 +131,12 @@ def read(path: Path, kind: type[T]) -> tuple[int, bytes, list[T]]:
         raise ConfigError(f"{path}: {error.strerror}", field="files") from None
     if content.startswith(MAGIC[:6]):
         if len(content) < HEADER.size or not content.startswith(MAGIC):
-            raise ConfigError(f"{path}: written by another version of kvstrata", field="files")
+            raise ConfigError(f"{path}: is for another version of kvstrata; use that version", field="files")
         return HEADER.unpack_from(content)[1], content[HEADER.size :], []
     decode, rows = msgspec.json.Decoder(kind).decode, list[T]()
     for number, line in enumerate(content.splitlines(), 1):
         try:
             rows.append(decode(line))
         except msgspec.DecodeError as error:
-            raise ConfigError(f"{path}: line {number} is no request: {error}", field="files") from None
+            raise ConfigError(f"{path}: line {number}: not a request: {error}", field="files") from None
     return 0, b"", rows

@@ -29,8 +29,8 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
 
     def notes(settings: ServerSettings) -> list[str]:
         noop = (
-            "l1.eviction_policy is noop: nothing leaves L1, so once it is full every further store is refused; VALUE "
-            "evicts what is worth least"
+            "l1.eviction_policy is noop: nothing is evicted from L1, so once it is full every store is refused; VALUE "
+            "evicts the chunks with the lowest value"
         )
         about = [noop] if settings.l1.eviction_policy == "noop" else []
         return [*server_notes(os.environ, ClientSettings.__struct_fields__), *about]
@@ -38,7 +38,7 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
     def check(settings: ServerSettings, lacking: list[str]) -> tuple[ServerSettings, list[str]]:
         found = plan(settings, os.environ, lacking)
         lacking += look_at(found.adapters, tcp_ports(settings))
-        where = "on a machine that has what this one lacks" if lacking else "here"
+        where = "on a machine that has what this machine lacks" if lacking else "here"
         return used(found, os.environ), [
             *(f"note: {note}" for note in small_folders(found.adapters)),
             f"these settings can be used {where}: L1 of {found.extents_bytes} bytes, up to {MAX_SESSIONS} engine "

@@ -21,17 +21,17 @@ from kvstrata.testing.engine_sim.engine import SimEngine
 from kvstrata.testing.engine_sim.engine_model import EngineModel
 
 FLAGS = {
-    "block_tokens": "tokens of one KV block",
-    "kv_blocks": "blocks of the KV cache",
-    "max_model_tokens": "most tokens of a request, prompt and answer together",
-    "max_num_seqs": "most requests that run at a time",
-    "max_num_batched_tokens": "most tokens that one step computes",
-    "answer_tokens": "length of an answer that max_tokens does not cut",
-    "step_us": "what every step takes",
-    "prefill_token_us": "time for each prompt token",
-    "prefill_pair_us": "time for each prompt token and each token that it attends to",
-    "decode_sequence_us": "time for each sequence that decodes",
-    "decode_context_token_us": "time for each token that such a sequence attends to",
+    "block_tokens": "tokens in a KV block",
+    "kv_blocks": "blocks in the KV cache",
+    "max_model_tokens": "maximum number of tokens in a request, prompt and answer together",
+    "max_num_seqs": "maximum number of running requests",
+    "max_num_batched_tokens": "maximum number of tokens computed in one step",
+    "answer_tokens": "tokens of an answer that max_tokens does not limit",
+    "step_us": "fixed time of each step",
+    "prefill_token_us": "time per prompt token",
+    "prefill_pair_us": "time per pair of a prompt token and a token it attends to",
+    "decode_sequence_us": "time per decoding sequence",
+    "decode_context_token_us": "time per token that a decoding sequence attends to",
 }
 """Fields of EngineModel that are flags."""
 
@@ -44,46 +44,46 @@ def parser() -> argparse.ArgumentParser:
     """The command line of `kvstrata sim`."""
     top = argparse.ArgumentParser(
         prog="kvstrata sim",
-        description="A simulated engine behind vLLM's HTTP interface. It computes nothing, and takes the time that an "
-        "engine with continuous batching and paged blocks would take; a token is a byte, or an id in the prompt.",
+        description="A simulated engine with vLLM's HTTP interface. It computes nothing, but takes as long as an "
+        "engine with continuous batching and paged blocks. A token is a byte of a text, or an id in the prompt.",
     )
     add = top.add_argument
-    add("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
+    add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     add(
         "--port",
         type=whole(0, 65_535),
         default=8000,
         metavar="N",
-        help="port to listen at, 0 for any (%(default)s)",
+        help="port to listen on; 0 takes a free one (%(default)s)",
     )
     add("--model", default="sim", metavar="NAME", help="name of the served model (%(default)s)")
     add("--adapter", action="append", default=[], metavar="NAME",
-        help="name of a LoRA adapter, which is served as a further model; repeatable (none)")  # fmt: skip
+        help="name of a LoRA adapter, served as a further model; repeatable (none)")  # fmt: skip
     add("--speed", type=_speed, default=1.0, metavar="X",
-        help="let the engine's time run X times as fast (%(default)g)")  # fmt: skip
+        help="run X times as fast as real time (%(default)g)")  # fmt: skip
     defaults = msgspec.to_builtins(EngineModel())
     for name, meaning in FLAGS.items():
         kind = int if isinstance(defaults[name], int) else float
         add(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "US",
             help=f"{meaning} ({defaults[name]})")  # fmt: skip
     add("--data-parallel-size", type=whole(1, MAX_RANKS), default=1, metavar="N",
-        help="data-parallel ranks behind the port, each with a cache and a queue of its own; rank R publishes R ports "
-        "above, and X-data-parallel-rank: R chooses it (%(default)s)")  # fmt: skip
+        help="data-parallel ranks behind the port, each with its own cache and queue; rank R publishes events R ports "
+        "higher, and the header X-data-parallel-rank: R selects it (%(default)s)")  # fmt: skip
     add("--kv-transfer-config", default="", metavar="JSON",
         help="as for vLLM with LMCacheConnectorV1: load KV from a server on this machine, and store it there "
         "(none)")  # fmt: skip
     add("--kv-token-bytes", type=int, metavar="N",
         help=f"bytes of one token's KV that are copied to and from that server ({TOKEN_BYTES})")  # fmt: skip
-    add("--no-prefix-caching", action="store_true", help="let no request find blocks that others computed")
+    add("--no-prefix-caching", action="store_true", help="turn prefix caching off")
     add("--kv-events-endpoint", default="", metavar="ENDPOINT",
-        help="publish KV events there over ZMQ, like tcp://127.0.0.1:5557 (none)")  # fmt: skip
+        help="ZMQ endpoint that publishes KV events, such as tcp://127.0.0.1:5557 (none)")  # fmt: skip
     add("--kv-events-replay-endpoint", default="", metavar="ENDPOINT",
-        help="send published events again there (none)")  # fmt: skip
+        help="ZMQ endpoint that resends published events (none)")  # fmt: skip
     add("--kv-events-topic", default="", metavar="TEXT", help="topic of the events (empty)")
     add(
         "--enable-scale-out",
         action="store_true",
-        help="answer the paths that end with /render, otherwise 403",
+        help="serve the paths that end in /render, which otherwise answer 403",
     )
     return top
 
@@ -98,9 +98,7 @@ def main(arguments: Sequence[str] | None) -> int:
             field="kv-events-replay-endpoint",
         )
     if len({options.model, *options.adapter}) != 1 + len(options.adapter):
-        raise ConfigError(
-            "--adapter: each must have a name of its own, other than --model's", field="adapter"
-        )
+        raise ConfigError("--adapter: names must differ from each other and from --model", field="adapter")
     model = _model(options)
     make_engine = _engine_maker(options)
     from kvstrata.testing.engine_sim.process import SimSettings, run

@@ -105,12 +105,12 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "lmcache-server": Command(
-        ServerSettings, "KV-cache server for LLM inference. Without flags it runs on embedded defaults.",
+        ServerSettings, "KV-cache server for LLM inference. Without flags it runs with built-in defaults.",
         SERVER, SERVER_FLAGS, FLAG_PREFIXES,
     ),
     "lmcache-controller": Command(
         ControllerSettings,
-        "Knows which instance of a cluster holds which chunk. Without flags it listens on this host only.",
+        "Cluster controller, which tracks the chunks of each instance. Without flags it listens on this host only.",
         CONTROLLER, CONTROLLER_FLAGS,
     ),
     "lmcache-gateway": Command(
@@ -121,11 +121,11 @@ PICKER = "127.0.0.1:9002"
 HELP = {
     "--l2-adapter": 'an L2 adapter, nearest first, repeatable: \'{"type": "disk", "base_path": "/data/kv", '
     '"capacity_gb": 200}\'; `none` for no L2 (a disk tier in the cache folder)',
-    "--monitor-ports": "ZMQ port: '{\"reply\": 8400}' (this one)",
-    "--engine": "an engine: http://HOST:PORT; dns+http://NAME:PORT: all of NAME; repeatable (this host's)",
-    "--p2p-tcp": "let UCX use tcp; whoever reaches its ports can read and write this process's memory",
-    "--picker": f"answer Envoy's questions for an engine on a gRPC port as well ({PICKER} without HOST:PORT)",
-    "--no-http": "no admin HTTP port",
+    "--monitor-ports": "ZMQ port, as JSON ('{\"reply\": 8400}')",
+    "--engine": "URL of an engine, http://HOST:PORT, or dns+http://NAME:PORT for all addresses of NAME; repeatable",
+    "--p2p-tcp": "let UCX use TCP; anyone who can reach its ports can read and write this process's memory",
+    "--picker": f"also serve as Envoy's endpoint picker, on this gRPC port ({PICKER} without HOST:PORT)",
+    "--no-http": "do not open the admin HTTP port",
 }
 """Where the setting's description does not fit the flag."""
 
@@ -172,9 +172,9 @@ def parser_of(prog: str) -> argparse.ArgumentParser:
         )
     add("--check", action="store_true", help="check the settings, print them and exit")
     add("--no-supervise", dest="no_supervise", action="store_true",
-        help="run without the parent process that restarts this one, as for systemd")  # fmt: skip
+        help="run without the parent process that restarts this one, for example under systemd")  # fmt: skip
     add("--version", action="version", version=f"{prog} {__version__}", help="print the version and exit")
-    add("--ready-fd", type=int, metavar="FD", help="write one line to this descriptor when ready (none)")
+    add("--ready-fd", type=int, metavar="FD", help="descriptor that gets a line when ready (none)")
     return parser
 
 
@@ -198,11 +198,11 @@ def parse(prog: str, arguments: Sequence[str]) -> Flags:
     if policy in CLASSIC_POLICIES:
         l1["eviction_policy"] = "VALUE"
         isolated = (
-            "; `kvstrata ctl quota` and quotas_gb say how much of L1 a tenant may have; a tenant without a quota "
-            "shares L1 with all others, where LMCache keeps nothing of it"
+            "; `kvstrata ctl quota` and quotas_gb set a tenant's share of L1; a tenant without a quota shares L1 with "
+            "all others, while LMCache stores nothing for it"
         )
         flags.notes.append(
-            f"--eviction-policy {policy} is taken as VALUE, which learns what is used again; in the file, "
+            f"--eviction-policy {policy} is taken as VALUE, which learns which chunks are used again; in the file, "
             "`l1: {eviction_policy: LRU}` evicts strictly by last use"
             + (isolated if policy == "isolatedlru" else "")
         )
@@ -231,8 +231,8 @@ def server_settings(
     if named or not flags.settings.get("l1", {}).keys() >= LMCACHE_NEEDS:
         return flags, read
     flags.notes.append(
-        "no --l2-adapter: with --l1-size-gb and --eviction-policy, which `lmcache server` requires, nothing is "
-        'kept on disk, as there; --l2-adapter \'{"type": "disk", …}\' makes an L2'
+        "no --l2-adapter: with --l1-size-gb and --eviction-policy, as for `lmcache server`, nothing is kept on "
+        'disk; to add an L2, give --l2-adapter \'{"type": "disk", …}\''
     )
     return flags, lambda: msgspec.structs.replace(read(), l2_adapters=[])
 

@@ -425,7 +425,7 @@ def test_a_request_that_fails_is_counted_and_named(capsys: pytest.CaptureFixture
 
 def test_wrong_arguments_name_the_flag_and_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
     for change, status, expected in (
-        (["--url", "http://127.0.0.1:9"], 1, "is the engine up?"),
+        (["--url", "http://127.0.0.1:9"], 1, "check that it runs"),
         (["--url", "ftp//x"], 2, "--url: ftp//x"),
         (["--model", "large"], 2, "--model: must be one of small at URL, found 'large'"),
         (["--cache-server", "URL"], 2, "--cache-server"),

@@ -126,7 +126,7 @@ def test_a_conversation_is_tokenized_as_a_beginning(client, engine, run):
         ([MESSAGES, "--engine", "127.0.0.1:9"], 2, "--engine: '127.0.0.1:9' must be http://HOST:PORT"),
         ([MESSAGES, "--engine", "http://127.0.0.1:9"], 1, "--engine: http://127.0.0.1:9 does not answer"),
         (["[1]", "--model", "other"], 1, "model: 'other' must name the one attached engine"),
-        (["--job", "99"], 1, "job: 99 is not among the recent ones"),
+        (["--job", "99"], 1, "job: 99 is not a recent prewarm"),
         ([], 2, "one of the arguments PROMPT --job is required"),
     ],
 )  # fmt: skip

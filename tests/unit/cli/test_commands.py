@@ -171,7 +171,9 @@ def test_what_only_this_machine_lacks_has_a_status_of_its_own(flags, environment
     assert status == 75, said
     [lack] = [line for line in said if line.startswith(HERE)]
     assert lack.startswith(HERE + says)
-    assert said[-1].startswith("these settings can be used on a machine that has what this one lacks: L1 of ")
+    assert said[-1].startswith(
+        "these settings can be used on a machine that has what this machine lacks: L1 of "
+    )
 
 
 def test_plugins_are_imported(tmp_path: Path) -> None:

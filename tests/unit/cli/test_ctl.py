@@ -160,4 +160,4 @@ def test_instances_with_different_engines_for_peers_need_attention() -> None:
     assert pages.cluster_warnings(cluster, []) == []
     cluster["peer_engines"]["nixl, since this host has an RDMA card"] = 1
     [warning] = pages.cluster_warnings(cluster, [])
-    assert warning.startswith("instances use nixl and tcp between peers")
+    assert warning.startswith("instances use different transfer engines (nixl, tcp)")

@@ -62,7 +62,7 @@ def test_what_an_engine_would_read_is_looked_at(flags, tmp_path, monkeypatch):
     file = tmp_path / "lmcache.yaml"
     file.write_text("local_device: cpu\n")
     for environment, state, says in (
-        ({}, "ok", "all have effect"),
+        ({}, "ok", "all take effect"),
         ({"LMCACHE_CONFIG_FILE": str(file)}, "warn", "lmcache.yaml: local_device has no effect"),
         ({"LMCACHE_CHUNK_SIZE": "many"}, "fail", "LMCACHE_CHUNK_SIZE: must be a whole number"),
     ):

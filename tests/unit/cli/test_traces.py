@@ -65,10 +65,13 @@ def test_the_end_of_the_oldest_prompt_leaves_the_cache_first() -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("", "no two requests"),
-        ('{"timestamp": 1, "input_length": 5, "output_length": 1}\n{"timestamp": 2}', "line 2 is"),
+        ("", "two requests with different timestamps"),
+        (
+            '{"timestamp": 1, "input_length": 5, "output_length": 1}\n{"timestamp": 2}',
+            "line 2: not a request",
+        ),
         ('{"timestamp": 1, "input_length": 0, "output_length": 1}', "input_length"),
-        ("[]", "line 1 is"),
+        ("[]", "line 1: not a request"),
     ],
 )
 def test_what_is_no_trace_is_named_with_its_line(tmp_path, capsys, content, says):

@@ -80,7 +80,7 @@ NIXL = {"type": "nixl_store", "backend": "POSIX", "pool_size": 8, "backend_param
 @pytest.mark.parametrize(
     ("words", "policy", "adapters", "says"),
     [
-        ([*LINE, "LRU"], "VALUE", [], ["nothing is kept on disk, as there", "lru is taken as VALUE"]),
+        ([*LINE, "LRU"], "VALUE", [], ["nothing is kept on disk", "lru is taken as VALUE"]),
         (["--eviction-policy", "ARC"], "VALUE", None, ["arc is taken as VALUE"]),
         (
             [*LINE, "NoOp", "--l2-store-policy=skip_l1", "--l2-adapter", json.dumps(FS)],
@@ -89,7 +89,7 @@ NIXL = {"type": "nixl_store", "backend": "POSIX", "pool_size": 8, "backend_param
             ["--l2-store-policy has no effect", "taken as VALUE"],
         ),
         ([*LINE, "noop", "--l2-adapter", json.dumps(FS)], "noop", [FS], []),
-        ([*LINE, "IsolatedLRU", "--l2-adapter", json.dumps(FS)], "VALUE", [FS], ["quotas_gb say"]),
+        ([*LINE, "IsolatedLRU", "--l2-adapter", json.dumps(FS)], "VALUE", [FS], ["quotas_gb set"]),
         (
             [*LINE, "value", "--l2-adapter", json.dumps(NIXL)],
             "VALUE",

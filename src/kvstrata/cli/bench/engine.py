@@ -81,7 +81,7 @@ class SimulatedEngine:
                 for _ in range(2)
             )
         except (OSError, OverflowError) as error:
-            raise Refused(f"--chunks: no memory for {chunks} chunks in blocks ({error})") from None
+            raise Refused(f"--chunks: no memory for {chunks} chunks ({error}); give fewer") from None
         self._source.fill(range(self._source.num_blocks), request.salt)
         self._target.touch()
         self._memcmp = ctypes.CDLL(None).memcmp
@@ -211,7 +211,7 @@ class SimulatedEngine:
         text = f"only {result.n_chunks} of the {self._chunks} stored chunks are found: {result.reason}"
         if result.reason in (MissReason.BREAKER_OPEN, MissReason.DEADLINE):
             raise Unavailable(text)
-        raise Refused(f"{text}; does another process fill or clear L1?")
+        raise Refused(f"{text}; check whether another process fills or clears L1")
 
     def _blocks(self) -> list[list[int]]:
         """The numbers of the blocks of each chunk."""
@@ -273,24 +273,24 @@ def parser() -> argparse.ArgumentParser:
     """The command line of `kvstrata bench`."""
     top = argparse.ArgumentParser(
         prog="kvstrata bench",
-        description="Measure a running server on this host, used as engines use it.",
-        epilog="`kvstrata bench l2` measures one storage adapter without a server, `kvstrata bench serve` engines "
-        "as their users see them: see their --help.",
+        description="Measure a running server on this host with the load of an engine.",
+        epilog="`kvstrata bench l2` measures one storage adapter without a server, `kvstrata bench serve` measures "
+        "engines over HTTP: see their --help.",
     )
     add = top.add_argument
     add("--port", type=int, default=ClientSettings().port,
-        help="number after which the server's sockets are named (%(default)s)")  # fmt: skip
+        help="port number in the names of the server's sockets (%(default)s)")  # fmt: skip
     for name, metavar, meaning in (
         ("socket-dir", "DIR", "directory of the server's sockets (derived from the port)"),
-        ("url", "URL", "its admin port (as `kvstrata ctl` finds it)"),
-        ("admin-token-file", "FILE", "file with the admin port's token (the published one)"),
+        ("url", "URL", "URL of the server's admin port (the default of `kvstrata ctl`)"),
+        ("admin-token-file", "FILE", "file with the admin port's token (the token of this user's server)"),
         ("tenant", "NAME", "tenant to store for, if the server has a tenants file (a fresh name)"),
         ("token-file", "FILE", "file with that tenant's token (none)"),
     ):
         add(f"--{name}", default="", metavar=metavar, help=meaning)
     for name, most, default, what in (
         ("chunks", 4096, 8, "chunks in a round"),
-        ("rounds", 1000, 5, "measured rounds; one more warms up"),
+        ("rounds", 1000, 5, "measured rounds, after one warm-up round"),
         ("threads", 64, COPY_THREADS, "copy threads, also for memcpy"),
     ):
         add(f"--{name}", type=whole(1, most), default=default, metavar="N", help=f"{what} (%(default)s)")
@@ -299,7 +299,7 @@ def parser() -> argparse.ArgumentParser:
         type=_block_bytes,
         default="32",
         metavar="MIB",
-        help="KV of a chunk in MiB (%(default)s)",
+        help="size of a chunk's KV in MiB (%(default)s)",
     )
     add("--json", action="store_true", help="print JSON")
     return top
@@ -349,7 +349,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         chunks = _bounded(options, chunk_bytes, before["pool"], notes)
         if before["l2_store"]["adapters"]:
             notes.append(
-                "chunks of this run may be put to L2 too, and stay there until the adapter's cap evicts them"
+                "chunks of this run may also be put to L2, and stay there until the adapter's cap evicts them"
             )
         settings = ClientSettings(
             socket_dir=str(server.directory),
@@ -363,7 +363,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         l1_bytes = before["pool"]["extents_bytes"]
         faulted = wait_until(lambda: server.fresh()["pool"]["prefaulted_bytes"] >= l1_bytes, WAIT_S)
         if not engine.connect(l1_bytes) or not faulted:
-            notes.append("not all pages of L1 were faulted in and mapped yet; a later run is faster")
+            notes.append("some pages of L1 were not faulted in and mapped yet; a later run is faster")
         taken: dict[str, list[float]] = {"memcpy": [], "store": [], "retrieve": [], "lookup": []}
         for number in range(options.rounds + 1):
             if number == 1:  # the first round warms up
@@ -375,7 +375,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             if not options.tenant:
                 server.clear(tenant)
         if evicted := server.fresh()["pool"]["evicted_entries"] - before["pool"]["evicted_entries"]:
-            notes.append(f"{evicted} chunks were evicted from L1 meanwhile, by this run or by other engines")
+            notes.append(f"{evicted} chunks were evicted from L1 during the run, by it or by other engines")
     finally:
         if engine is not None:
             engine.close()
@@ -384,7 +384,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 left_bytes = server.clear(tenant)
     if options.tenant:
         notes.append(
-            f"chunks of tenant {tenant!r} stay in L1 until they are evicted: the tenant has others too"
+            f"chunks of tenant {tenant!r} stay in L1 until they are evicted, because the tenant may have other chunks"
         )
     elif left_bytes:
         notes.append(

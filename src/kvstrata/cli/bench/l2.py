@@ -45,11 +45,11 @@ def parser() -> argparse.ArgumentParser:
     """The command line of `kvstrata bench l2`."""
     top = argparse.ArgumentParser(
         prog="kvstrata bench l2",
-        description="Measure one L2 adapter on this host, verified; needs no server.",
+        description="Measure one L2 adapter on this host without a server, and verify the bytes that it returns.",
     )
     add = top.add_argument
     add("--l2-adapter", action="append", required=True, metavar="JSON",
-        help='the adapter, as the server takes it: {"type": "fs", "base_path": "/mnt/nvme/kv"}')  # fmt: skip
+        help='the adapter, in the form of the server\'s flag: {"type": "fs", "base_path": "/mnt/nvme/kv"}')  # fmt: skip
     add(
         "--chunk-mb",
         type=_payload_bytes,
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     add("--count", type=whole(1, 65_536), default=16, metavar="N", help="records in a pass (%(default)s)")
     add("--batch", type=whole(1, 1024), default=8, metavar="N", help="records in a call (%(default)s)")
     add("--rounds", type=whole(1, 1000), default=5, metavar="N",
-        help="measured passes, after one that warms up (%(default)s)")  # fmt: skip
+        help="measured passes, after one warm-up pass (%(default)s)")  # fmt: skip
     add("--json", action="store_true", help="print JSON")
     return top
 
@@ -102,7 +102,7 @@ async def _measured(
     try:
         records = Records(options.chunk_mb, options.count, options.batch)
     except (OSError, MemoryError) as error:
-        raise Refused(f"--count: no memory for {options.count} records ({error})") from None
+        raise Refused(f"--count: no memory for {options.count} records ({error}); give fewer") from None
     tier = Tier(config, limits_of(config, records.pool.extents_bytes), SystemClock())
     with contextlib.closing(records):
         try:

@@ -103,7 +103,7 @@ async def _model_at(client: httpx.AsyncClient, url: str, model: str) -> str:
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise ConfigError(f"--url: {url}: {error}", field="url") from None
     except httpx.HTTPError as error:
-        raise Unavailable(f"--url: {url}: {error or type(error).__name__}; is the engine up?") from None
+        raise Unavailable(f"--url: {url}: {error or type(error).__name__}; check that it runs") from None
     if answer.status_code == 401:
         raise ConfigError(f"--url: {url} asks for a key: set OPENAI_API_KEY", field="url")
     try:
@@ -245,13 +245,13 @@ def parser() -> argparse.ArgumentParser:
     """The command line of `kvstrata bench serve`."""
     top = argparse.ArgumentParser(
         prog="kvstrata bench serve",
-        description="Ask OpenAI-compatible endpoints about long documents, in rounds, and measure the answers.",
+        description="Send questions about long documents to OpenAI-compatible endpoints, and measure the answers.",
         epilog="If OPENAI_API_KEY is set, it is sent. Needs the extra `bench`. For other workloads: vllm bench serve.",
     )
     add = top.add_argument
-    add("workload", choices=("long-doc-qa",), help="another question about each document in each round")
+    add("workload", choices=("long-doc-qa",), help="a different question about each document in each round")
     add("--url", action="append", required=True, metavar="URL",
-        help="an endpoint, like http://127.0.0.1:8000; repeatable")  # fmt: skip
+        help="URL of an endpoint, such as http://127.0.0.1:8000; repeatable")  # fmt: skip
     add("--model", default="", help="the model's name at the endpoint (default: its only model)")
     tokens = whole(1, 10_000_000)
     for name, kind, default, meaning in (
@@ -261,19 +261,19 @@ def parser() -> argparse.ArgumentParser:
         ("output-tokens", tokens, 16, "tokens of an answer"),
         ("rounds", whole(1, 1000), 2, "rounds"),
         ("concurrency", whole(1, 4096), 8, "maximum number of requests in flight, over all endpoints"),
-        ("pause-s", whole(0, 3600), 0, "pause between rounds, in which the cache may store"),
+        ("pause-s", whole(0, 3600), 0, "seconds between rounds, in which caches can finish their stores"),
         ("seed", whole(0, 1 << 62), 0, "seed of the prompts; the same seed gives the same prompts"),
     ):
         add(f"--{name}", type=kind, default=default, metavar="N", help=f"{meaning} (%(default)s)")
     add("--vocabulary", type=_vocabulary, default=range(1000, 20_000), metavar="FIRST:END",
         help="range of the token ids in prompts (1000:20000)")  # fmt: skip
     add("--extra-body", type=_object, default={}, metavar="JSON",
-        help='further fields of requests beside {"ignore_eos": true}; {"detokenize": false} for vLLM without a '
+        help='fields of requests besides {"ignore_eos": true}; {"detokenize": false} for vLLM without a '
         "tokenizer")  # fmt: skip
     add("--cache-server", action="append", default=[], metavar="URL",
         help="admin port of a server behind the endpoints, to tell L1 from L2 hits; repeatable (none)")  # fmt: skip
     add("--cache-token-file", default="", metavar="FILE",
-        help="file with the bearer token of every --cache-server (that of a server of this user)")  # fmt: skip
+        help="file with the bearer token of every --cache-server (the token of this user's server)")  # fmt: skip
     add("--json", action="store_true", help="print JSON instead of a table")
     return top
 
