@@ -31,7 +31,7 @@ endif
 
 .PHONY: help setup setup-packages setup-built demo test test-all test-fast test-sglang test-native test-vllm-env test-versions families lint format sanitize docs bench bench-isa bench-paired cuda gpu gpu-pack soak chaos power-loss wheel wheel-check lock clean
 
-##@ First
+##@ First steps
 # Shows these lines of this file: `##@ heading`, `target: …  ## what it does`, and below a target `#+ its variables`.
 help:  ## show this list
 	@awk -F ' *## ' '/^##@/ {sub(/^##@ /, ""); printf "\n%s\n", $$0} \
@@ -42,8 +42,8 @@ help:  ## show this list
 # only prints an error: run it to be sure.
 setup:  ## make or update .venv and the compiled modules
 #+ PYTHON=python3.12: with this interpreter (3.11 to 3.13)
-setup-packages:  ## only the Python packages of .venv
-setup-built:  ## .venv, and the compiled modules if they were never compiled
+setup-packages:  ## install only the Python packages of .venv
+setup-built:  ## make .venv, and compile the modules only if there are none
 setup-packages: SETUP_ONLY := --only packages
 setup-built: SETUP_ONLY := --only built
 setup setup-packages setup-built:
@@ -63,13 +63,13 @@ setup setup-packages setup-built:
 
 # vLLM is fetched and its model made while the modules are compiled; the demo itself says why it has none.
 demo: DEMO_VLLM := $(VENV_PYTHON) tests/harness/vllm_env.py --model $(or $(MODEL),160m) >/dev/null
-demo: setup-packages  ## show the main job end to end, with real vLLM where that is small to get
-#+ VLLM=1: with vLLM in any case
+demo: setup-packages  ## show the main use end to end, with real vLLM where its download is small
+#+ VLLM=1: always with vLLM
 #+ MODEL=gemma3, gpt-oss, mistral, llama4 or qwen3-next: a small model of that family
 #+ CLUSTER=1: a controller and two instances that read from each other; KEEP=1 leaves it open
-#+ GATEWAY=1: a gateway before two engines; a killed engine's conversation goes on at the other one
-#+ FLEET=1: simulated engines at two servers, a gateway, a controller and kills, in half a minute
-#+ PD=1: one engine computes long prompts for another one that answers, and is killed
+#+ GATEWAY=1: a gateway in front of two engines; after a kill, a conversation continues at the other engine
+#+ FLEET=1: simulated engines, two servers, a gateway, a controller and kills, in half a minute
+#+ PD=1: an engine that prefills long prompts for another engine is killed
 	@$(if $(VLLM),export VLLM=$(VLLM);) [ "$$VLLM" = 0 ] || [ -n "$(FLEET)" ] || $(DEMO_VLLM) & $(MAKE) setup; done=$$?; \
 	    wait; [ $$done = 0 ] || exit $$done; \
 	    $(if $(VLLM),VLLM=$(VLLM)) $(VENV_PYTHON) -m tests.tools.demo $(ARGS)
@@ -77,19 +77,19 @@ demo: setup-packages  ## show the main job end to end, with real vLLM where that
 ##@ Before a commit
 # The environment of vLLM is fetched while the C++ tests are compiled. Tests of silence run last, one at a time.
 test: MARKED := not long and
-test: setup  ## the gate of each change (twenty minutes), with real vLLM where that is installed or small
+test: setup  ## run the gate of each change (twenty minutes), with real vLLM where it is installed or small
 #+ ARGS="-k name": for pytest; ARGS="-n0 -k name": one test at a time, in pytest's own process
 #+ WORKERS=3, JOBS=2: test processes, compilers
 test-all: export ALL_TESTS := 1
 test-all: export PYTEST_TIMEOUT := 3600
-test-all: setup  ## run every test, also the long and the rare ones, with fresh seeds
+test-all: setup  ## run every test, including the long and the rare ones, with fresh seeds
 test test-all:
 	@$(MAKE) test-vllm-env & $(MAKE) test-native; native=$$?; wait $$! && exit $$native
 	@$(PYTEST) --junitxml build/tests.xml -m "$(MARKED) not silence" $(ARGS); beside=$$?; \
 	    $(PYTEST) -n0 --junitxml build/tests-alone.xml -m "$(MARKED) silence" $(ARGS); alone=$$?; \
 	    case "$$beside $$alone" in "0 5" | "5 0") exit 0 ;; esac; exit $$((beside ? beside : alone))  # 5: no test
 
-test-fast: setup test-native  ## the tests that need no process, vLLM or GPU (a minute)
+test-fast: setup test-native  ## run the tests that need no process, vLLM or GPU (a minute)
 	@$(PYTEST) -n $(JOBS) -m "fast and not long and not silence" \
 	    $(addprefix tests/,conformance fuzz model property unit) $(ARGS)
 
@@ -105,7 +105,7 @@ test-versions: setup test-vllm-env  ## serve with each supported version of vLLM
 #+ VERSIONS="0.30.0 0.32.0": only these; ARGS="--lengths 5 --seed 7"
 	@$(VENV_PYTHON) -m tests.tools.families --versions $(VERSIONS) $(ARGS)
 
-test-native:  ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
+test-native:  ## run the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 #+ make -C ext/core check SANITIZER=address TEST=pool/slab_test: one program
 	@$(MAKE) -C ext/core -j$(JOBS) check SANITIZER=address
 
@@ -113,35 +113,35 @@ test-native:  ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanit
 test-vllm-env: setup  ## fetch the environment of vLLM that the tests use
 	@$(VENV_PYTHON) tests/harness/vllm_env.py --ensure >/dev/null || [ "$(CI)" != true ]
 
-lint: setup-packages  ## ruff, mypy and clang-format; changes nothing
+lint: setup-packages  ## check with ruff, mypy and clang-format; changes nothing
 	@$(VENV_PYTHON) -m ruff check --output-format concise $(wildcard $(LINTED))
 	@$(VENV_PYTHON) -m ruff format --check $(wildcard $(LINTED))
 	@$(VENV_PYTHON) ext/make/stubs.py && $(VENV_PYTHON) -m mypy src
 	@files=($(CLANG_FORMATTED)); [ $${#files[@]} = 0 ] || \
 	    .venv/bin/clang-format --dry-run -Werror "$${files[@]}"
 
-format: setup-packages  ## format Python and C++ and apply what ruff can mend
+format: setup-packages  ## format Python and C++, and apply ruff's fixes
 	@$(VENV_PYTHON) -m ruff format $(wildcard $(LINTED))
 	@$(VENV_PYTHON) -m ruff check --fix $(wildcard $(LINTED))
 	@files=($(CLANG_FORMATTED)); [ $${#files[@]} = 0 ] || .venv/bin/clang-format -i "$${files[@]}"
 
-sanitize: test-native  ## the C++ tests under ASan + UBSan, then under ThreadSanitizer
+sanitize: test-native  ## run the C++ tests under ASan + UBSan, then under ThreadSanitizer
 	@$(MAKE) -C ext/core -j$(JOBS) check SANITIZER=thread
 
-docs: setup-built  ## write the pages that are generated from the code; compiles the modules only if there are none
+docs: setup-built  ## write the pages that are generated from the code
 	@$(VENV_PYTHON) -m docs.generate
 
-##@ To measure
-bench: setup  ## measure everything, after asking; figures go to build/bench.json
+##@ Measurements
+bench: setup  ## run every benchmark, after a question; figures go to build/bench.json
 #+ BENCH="ping copy_path": only these
-#+ ARGS=--report: show the figures that are there; ARGS=--small: show that the benchmarks work
+#+ ARGS=--report: print the existing figures; ARGS=--small: only check that the benchmarks work
 	@$(VENV_PYTHON) -m benchmarks.run $(BENCH) $(ARGS)
 
-bench-isa: setup  ## figures that depend on the CPU's vector instructions, with AVX-512 and without, taking turns
+bench-isa: setup  ## compare the benchmarks that depend on vector instructions, with and without AVX-512, in turns
 #+ BENCH="lookup_rpc host_cost" ARGS="--rounds 3"
 	@$(VENV_PYTHON) -m tests.tools.paired --simd avx2 $(ARGS) $(or $(BENCH),lookup_rpc registry start_ready host_cost mooncake)
 
-bench-paired: setup  ## the same benchmarks of this checkout and another commit, taking turns
+bench-paired: setup  ## compare the benchmarks of this checkout and of another commit, in turns
 #+ WITH=commit BENCH="ping lookup_rpc" ARGS="--rounds 5"
 	@$(VENV_PYTHON) -m tests.tools.paired --commit $(or $(WITH),$(error make bench-paired needs WITH=commit)) \
 	    $(ARGS) $(or $(BENCH),$(error make bench-paired needs BENCH="name ..."))
@@ -150,7 +150,7 @@ cuda: setup  ## compile the CUDA kernels; an error where nvcc is missing
 	@KVSTRATA_CUDA=require $(VENV_PYTHON) setup.py --quiet build_ext --inplace
 
 # Runs where nothing can be fetched, with the Python that has CuPy, so it makes no .venv.
-gpu:  ## on a machine with a GPU and no network: tests marked gpu, then every GPU figure
+gpu:  ## run the tests marked gpu, then every GPU benchmark, on a machine with a GPU and no network
 #+ STAGE=1..3: one stage; results in $OUT, else build/gpu
 	@$(or $(PYTHON),python3) tests/tools/gpu_run.py $(STAGE) $(ARGS)
 
@@ -163,32 +163,32 @@ gpu-pack: setup-packages  ## fetch the wheels that `make gpu` needs there into b
 	    $(patsubst %,--platform manylinux_2_%_x86_64,34 31 28 27 24 17 12 5)
 	@echo "Bring build/gpu-pack into the clone on the machine with the GPU, then there: make gpu"
 
-##@ To look for what only time and bad luck show (MINUTES=10, SEED=)
-soak: setup  ## one server with clients that come and go; fails on a wrong byte or a leak
+##@ Long random tests (MINUTES=10, SEED=)
+soak: setup  ## run a server with clients that come and go; fails on a wrong byte or a leak
 	@$(VENV_PYTHON) -m tests.tools.soak --minutes $(or $(MINUTES),10) $(SEED:%=--seed %) $(ARGS)
 
-chaos: setup  ## three controllers and three servers, killed, stopped and cut off; fails on a wrong byte or answer
+chaos: setup  ## kill, stop and cut off three controllers and three servers; fails on a wrong byte or answer
 	@$(VENV_PYTHON) -m tests.tools.chaos --minutes $(or $(MINUTES),10) $(SEED:%=--seed %) $(ARGS)
 
-power-loss:  ## power cuts at any step of a disk tier's life; fails on a lost or wrong record
+power-loss:  ## simulate power cuts at each step of a disk tier; fails on a lost or wrong record
 	@$(MAKE) -C ext/core --no-print-directory power-loss MINUTES=$(or $(MINUTES),10) \
 	    SEED=$(or $(SEED),$(shell date +%s))
 
-##@ To ship
-wheel:  ## an sdist and a manylinux wheel for each Python 3.11 to 3.13 found, in dist/
+##@ Packages
+wheel:  ## build an sdist, and a manylinux wheel for each Python 3.11 to 3.13 found, in dist/
 #+ PYTHONS="python3.12 ...": for these only
 	@$(WHEEL_PYTHON) -m tests.tools.wheels make $(PYTHONS)
 
-wheel-check:  ## a server, stores and loads from each wheel in dist/, where no program is on PATH
+wheel-check:  ## store and load with a server from each wheel in dist/, with no program on PATH
 	@$(WHEEL_PYTHON) -m tests.tools.wheels check $(PYTHONS)
 
 # Any Python runs this: its tools have an environment of their own in the cache folder.
-lock:  ## pin what tests and image install, with hashes, in requirements/*.lock
+lock:  ## pin the packages of tests and image, with hashes, in requirements/*.lock
 #+ ARGS=--upgrade: the newest versions; otherwise versions that still fit are kept
 lock:
 	@$(WHEEL_PYTHON) tests/tools/supply.py $(ARGS)
 
-clean:  ## remove everything that was built here; the cache folder stays
+clean:  ## remove everything that was built here except the cache folder
 	@rm -rf .venv build dist src/*.egg-info
 	@find src -name '*.so' -delete -o -name '*.pyi' -delete
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -33,7 +33,7 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
-{{/* What a gateway or a picker asks of Kubernetes: where the engines are. */}}
+{{/* The rights of a gateway or a picker in Kubernetes: listing the engines' endpoints. */}}
 {{- define "kvstrata.account" -}}
 {{- $name := printf "%s-%s" (include "kvstrata.prefix" .root) .part -}}
 apiVersion: v1
@@ -81,7 +81,7 @@ podSelector:
   matchLabels: {{- include "kvstrata.selector" . | nindent 4 }}
 {{- end }}
 
-{{/* A component's NetworkPolicy: what no rule allows is refused. Called with "rules" (list (dict "from" … "ports" …)) too;
+{{/* A component's NetworkPolicy, which refuses all connections that no rule allows. Called with "rules" (list (dict "from" … "ports" …)) too;
 a rule without peers is left out, since it would mean everybody. "pods": labels of pods that are not ours. */}}
 {{- define "kvstrata.policy" -}}
 {{- $rules := list }}
