@@ -46,7 +46,7 @@ async def test_server_is_seen_from_its_first_word_and_drained(
         line = f"lmcache-server --controller-url tcp://127.0.0.1:{controller.ports['reply']}"
         await expect(page.locator(".empty")).to_contain_text(line)
         server.start()
-        await expect(page.locator(".tile", has_text="Instances")).to_contain_text("all in step")
+        await expect(page.locator(".tile", has_text="Instances")).to_contain_text("all up to date")
         await page.get_by_role("link", name="Instances", exact=True).click()
         row = page.get_by_role("row", name="ours")
         await expect(row).to_contain_text("ready")

@@ -39,8 +39,8 @@ function ask(refused) {
       id: "code", type: "password", autocomplete: "off", required: true, autofocus: true, "aria-describedby": "code-note",
     });
     const dialog = show("Log in", [
-      h("p", { class: "wrong", role: "alert", hidden: refused === null }, "The controller has another token now."),
-      h("p", { id: "code-note" }, "Run ", h("code", {}, "kvstrata ctl cluster dashboard-link"), " as the user of the controller, on its machine. ",
+      h("p", { class: "wrong", role: "alert", hidden: refused === null }, "The controller's token has changed."),
+      h("p", { id: "code-note" }, "Run ", h("code", {}, "kvstrata ctl cluster dashboard-link"), " on the controller's machine, as its user. ",
         "Open the link that it prints, or paste it here."),
       h("label", { for: "code" }, "Link, or the controller\u2019s token"), field,
     ], [h("button", { class: "primary" }, "Log in")]);

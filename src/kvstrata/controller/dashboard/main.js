@@ -70,14 +70,14 @@ function bar() {
 function banner() {
   if (context.connection !== "lost") return [];
   return [h("div", { class: "lost", role: "alert", key: "lost" }, h("strong", {}, `The controller has not answered since ${clock(context.heardMs)}. `),
-    context.state ? "What you see was true then. " : "", "The page goes on trying. ", `(${ago(context.heardMs)})`)];
+    context.state ? "This page shows the state at that time. " : "", "It keeps retrying. ", `(${ago(context.heardMs)})`)];
 }
 
 function draw() {
   document.title = `${page.title(context.id)} · kvstrata`;
   morphChildren(document.getElementById("bar"), bar());
   morphChildren(document.getElementById("banner"), banner());
-  const content = context.state || page === missingPage ? page.view(context) : [h("p", { class: "quiet" }, "Asking the controller …")];
+  const content = context.state || page === missingPage ? page.view(context) : [h("p", { class: "quiet" }, "Loading …")];
   morphChildren(document.getElementById("main"), [h("div", { key: context.path, class: "page" }, h("h1", { class: "break" }, page.title(context.id)), content)]);
 }
 

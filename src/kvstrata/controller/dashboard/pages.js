@@ -30,7 +30,7 @@ function chosen(name, rows, text) {
 }
 
 const left = (rows, all) => rows.length === MAX_ROWS && all.length > MAX_ROWS
-  && h("p", { class: "quiet", key: "left" }, `The first ${MAX_ROWS} of ${exact(all.length)}; the filter finds the others.`);
+  && h("p", { class: "quiet", key: "left" }, `Showing the first ${MAX_ROWS} of ${exact(all.length)}; use the filter to find the others.`);
 
 // --- the overview ---
 
@@ -40,9 +40,9 @@ function attention(cluster, instances) {
   const refused = cluster.directory.refused_keys_total;
   return section("Needs attention",
     !cluster.ready && h("p", { class: "wrong" }, `The controller is not ready: ${cluster.why_not_ready}`),
-    !cluster.election.leader && h("p", { class: "wrong" }, "No controller leads."),
+    !cluster.election.leader && h("p", { class: "wrong" }, "There is no leader."),
     refused > 0 && h("p", { class: "wrong" }, `The directory is full: ${count(refused)} chunks were refused.`),
-    rows.length === 0 ? h("p", { class: "fine" }, instances.length === 1 ? "The instance is in step." : `All ${instances.length} instances are in step.`) : table("Instances that need attention", [
+    rows.length === 0 ? h("p", { class: "fine" }, instances.length === 1 ? "The instance is up to date." : `All ${instances.length} instances are up to date.`) : table("Instances that need attention", [
       ["Instance", (one) => instanceLink(one.id)],
       ["State", (one) => state(stateOf(one))],
       ["Why", (one) => [followText(one), ...tiers(one)].join(", ")],
@@ -52,10 +52,10 @@ function attention(cluster, instances) {
 function tiles({ instances, keys, used_bytes: used, capacity_bytes: capacity, hits_total: hits, lookups }) {
   const not = ["draining", "late", "unconfirmed", "restored", "dead"].filter((name) => instances[name] > 0).map((name) => `${instances[name]} ${name}`);
   return h("dl", { class: "tiles" },
-    tile("Instances", count(instances.live), not.join(", ") || "all in step", not.length ? "warn" : ""),
-    tile("Chunks known", count(sum(keys)), "over all tiers"),
+    tile("Instances", count(instances.live), not.join(", ") || "all up to date", not.length ? "warn" : ""),
+    tile("Chunks", count(sum(keys)), "in all tiers"),
     tile("L1 in use", bytes(used.l1 ?? 0), `of ${bytes(capacity.l1 ?? 0)}`),
-    tile("Hit rate", percent(hitShare(hits)), "of chunks, since the start"),
+    tile("Hit rate", percent(hitShare(hits)), "of chunks, since start"),
     tile("Lookups", count(lookups.total), `${duration(lookups.mean_ms)} each`));
 }
 
@@ -68,16 +68,16 @@ function tiers({ keys, used_bytes: used, capacity_bytes: capacity }) {
 }
 
 function gateways(rows) {
-  return section("Gateways", rows.length ? table("Gateways that ask this controller", [
+  return section("Gateways", rows.length ? table("Gateways of this controller", [
     ["Gateway", (one) => h("code", { class: "break" }, one.name)],
-    ["Reached at", (one) => h("code", {}, one.port ? `${one.host.includes(":") ? `[${one.host}]` : one.host}:${one.port}` : one.host)],
+    ["Address", (one) => h("code", {}, one.port ? `${one.host.includes(":") ? `[${one.host}]` : one.host}:${one.port}` : one.host)],
     ["Policy", (one) => one.policy],
     ["Engines up", (one) => `${exact(one.engines_up)} of ${exact(one.engines)}`, "number"],
-    ["Requests under way", (one) => exact(one.in_flight), "number"],
-    ["Requests ended", (one) => exact(one.requests_total), "number"],
-    ["Heard", (one) => (one.heard_ago_s > SILENT_S ? `silent for ${duration(one.heard_ago_s * 1000)}` : "now")],
+    ["Requests in flight", (one) => exact(one.in_flight), "number"],
+    ["Requests finished", (one) => exact(one.requests_total), "number"],
+    ["Last heard", (one) => (one.heard_ago_s > SILENT_S ? `silent for ${duration(one.heard_ago_s * 1000)}` : "now")],
     ["Version", (one) => one.version],
-  ], rows, (one) => one.name) : h("p", { class: "quiet" }, "No gateway asks this controller. Name it in a gateway's controllers.urls."));
+  ], rows, (one) => one.name) : h("p", { class: "quiet" }, "No gateway is connected. Add this controller to a gateway's controllers.urls."));
 }
 
 function aboutController(cluster) {
@@ -87,9 +87,9 @@ function aboutController(cluster) {
   return section("Controller", facts([
     ["Name", h("code", {}, cluster.name)],
     ["Version", cluster.version],
-    ["Runs since", `${date(cluster.unix_ms - cluster.up_s * 1000)} (${duration(cluster.up_s * 1000)})`],
+    ["Running since", `${date(cluster.unix_ms - cluster.up_s * 1000)} (${duration(cluster.up_s * 1000)})`],
     ["Directory", `${count(directory.placements)} placements in ${bytes(directory.bytes)} of at most ${bytes(directory.max_bytes)}`],
-    several && ["Leads", election.leads ? "this one" : election.leader ? leaderLink(election) : "nobody at the moment"],
+    several && ["Leader", election.leads ? "this controller" : election.leader ? leaderLink(election) : "none at the moment"],
     several && ["Controllers", election.members.join(", ")],
     ["Heartbeats", `every ${duration(cluster.heartbeat_s * 1000)}, dead after ${duration(cluster.dead_after_s * 1000)}`],
     ["Snapshot", snapshot.path ? h("span", {}, `${written} `, h("code", {}, snapshot.path)) : "none"],
@@ -115,13 +115,13 @@ const COLUMNS = [
   ["Hit rate", (one) => percent(hitShare(one.hits_total)), "number"],
   ["Peers", (one) => [`${bytes(one.peer_sent_bytes_total)} sent`, h("small", {}, `${bytes(one.peer_read_bytes_total)} read`)], "number"],
   ["Workers", (one) => count(one.sessions), "number"],
-  ["Answered", (one) => (one.late ? `${seconds(one.heard_ago_s * 1000)} ago` : "on time"), "number"],
+  ["Last answer", (one) => (one.late ? `${seconds(one.heard_ago_s * 1000)} ago` : "on time"), "number"],
   ["Actions", actions],
 ];
 
 function removedOnes(removed) {
   return removed.length > 0 && section("Removed",
-    h("p", { class: "quiet" }, "These instances were removed while they lived, and may not join again until they are allowed."),
+    h("p", { class: "quiet" }, "These instances were removed while live, and cannot rejoin until you allow them."),
     table("Removed instances", [["Instance", (id) => id], ["Actions", allowAction]], removed, (id) => id));
 }
 
@@ -139,16 +139,16 @@ export const instancesPage = {
 function description(one) {
   const { following } = one;
   return h("div", { class: "columns", key: "description" },
-    section("What it is", facts([
+    section("Properties", facts([
       ["Host", one.host || "–"], ["Zone", one.zone || "–"], ["Process", String(one.pid)], ["Version", one.version],
       ["Admin HTTP", one.http_url ? h("code", {}, one.http_url) : "–"], ["Control port", h("code", {}, one.control_endpoint)],
-      ["Peers", `${one.gives_to_peers ? "may read it" : "cannot read it"}; ${one.peer_engine || "no engine"}`], ["Incarnation", h("code", {}, one.incarnation)],
+      ["Peers", `${one.gives_to_peers ? "may read it" : "cannot read it"}; ${one.peer_engine || "no transfer engine"}`], ["Incarnation", h("code", {}, one.incarnation)],
       ["Member for", duration(one.joined_ago_s * 1000)], ["Chunk", `${exact(one.chunk_tokens)} tokens`],
     ])),
-    section("What it does", facts([
-      ["Answered", `${seconds(one.heard_ago_s * 1000)} ago`], ["Followed", followText(one)],
-      ["Lists", `${exact(following.lists)}${following.lists ? `, the last in ${duration(following.last_took_s * 1000)}` : ""}`], ["Changes", exact(following.changes)],
-      ["Workers", exact(one.sessions)], ["Engines", one.engines.length ? h("code", { class: "break" }, one.engines.join(" ")) : "none tells its URL"],
+    section("Activity", facts([
+      ["Last answer", `${seconds(one.heard_ago_s * 1000)} ago`], ["Directory", followText(one)],
+      ["Full lists", `${exact(following.lists)}${following.lists ? `, the last in ${duration(following.last_took_s * 1000)}` : ""}`], ["Changes", exact(following.changes)],
+      ["Workers", exact(one.sessions)], ["Engines", one.engines.length ? h("code", { class: "break" }, one.engines.join(" ")) : "no URL reported"],
       ["Being sent to peers", bytes(one.peer_sending_bytes)], ["Sent to peers", bytes(one.peer_sent_bytes_total)], ["Read from peers", bytes(one.peer_read_bytes_total)],
     ])));
 }
@@ -159,7 +159,7 @@ function numbers(one) {
     section("Tiers", table(`Tiers of ${one.id}`, [
       ["Tier", (tier) => tier], ["Chunks", (tier) => exact(one.keys[tier] ?? 0), "number"], ["Bytes", (tier) => usage(one.used_bytes[tier], one.capacity_bytes[tier])],
     ], one.tiers, (tier) => tier)),
-    section("Chunks looked up since it started", table(`Chunks looked up on ${one.id}`, [
+    section("Chunks looked up since its start", table(`Chunks looked up on ${one.id}`, [
       ["Found in", ([name]) => (name === "miss" ? "nowhere (miss)" : name)], ["Chunks", ([, value]) => exact(value), "number"],
     ], hits, ([name]) => name)),
   ];
@@ -168,13 +168,13 @@ function numbers(one) {
 function forecasts({ pool, tenants }) {
   const parts = Object.keys(pool.forecast_seconds ?? {}).map(Number).sort((one, other) => one - other);
   return [
-    parts.length > 0 && section("What other sizes of L1 would have saved", table("L1s of other sizes", [
+    parts.length > 0 && section("Savings of other sizes of L1", table("L1s of other sizes", [
       ["L1", (part) => `${bytes(part * pool.extents_bytes)} (${part} ×)`],
       ["Chunks found", (part) => percent(pool.forecast_hits[part]), "number"],
       ["Prefill seconds saved", (part) => percent(pool.forecast_seconds[part]), "number"],
     ], parts, String)),
-    tenants.length > 1 && section("What other shares of L1 would have saved", table("Tenants' shares of L1", [
-      ["Tenant", (row) => row.tenant || "(unnamed)"], ["L1", (row) => bytes(row.bytes), "number"], ["Of all prefill", (row) => percent(row.part), "number"],
+    tenants.length > 1 && section("Savings of other shares of L1", table("Tenants' shares of L1", [
+      ["Tenant", (row) => row.tenant || "(unnamed)"], ["L1", (row) => bytes(row.bytes), "number"], ["Share of prefill", (row) => percent(row.part), "number"],
       ...["0.5", "1", "2", "4"].map((part) => [`Saved by ${part} × its L1`, (row) => percent(row.seconds?.[part]), "number"]),
     ], tenants, (row) => row.tenant)),
   ];
@@ -198,10 +198,10 @@ function runtime({ python_threads: threads, ...rest }) {
   ];
 }
 
-/** What the instance itself answers to a question, or why it does not. */
+/** The instance's own answer, or why there is none. */
 function answered(answer, view) {
   if (!answer) return null;
-  if (answer.error || !answer.document.ok) return failure(answer.error ?? answer.document, "The instance does not say more.");
+  if (answer.error || !answer.document.ok) return failure(answer.error ?? answer.document, "The instance's status is not available.");
   return view(answer.document.document);
 }
 
@@ -210,7 +210,7 @@ export const instancePage = {
   documents: (id) => ({ status: `${instancePath(id)}/status` }),
   view({ state: { cluster, instances }, documents, id }) {
     const one = instances.find((each) => each.id === id);
-    if (!one) return [h("p", {}, "The controller knows no instance of this id. It may have left or been removed; ", h("a", { href: "#/events" }, "the events"), " may say when.")];
+    if (!one) return [h("p", {}, "No instance has this id. It may have left or been removed; ", h("a", { href: "#/events" }, "the events"), " may show when.")];
     return [
       h("div", { class: "heading", key: "heading" }, state(stateOf(one)), actions(one)),
       follower(cluster), description(one), numbers(one),
@@ -230,7 +230,7 @@ export const eventsPage = {
   title: () => "Events",
   documents: () => ({ events: `/v1/events?limit=${MAX_EVENTS}` }),
   view({ documents: { events: answer }, draw }) {
-    if (!answer?.document) return [answer?.error && failure(answer.error, "The events cannot be shown.")];
+    if (!answer?.document) return [answer?.error && failure(answer.error, "The events could not be loaded.")];
     const rows = chosen("events", answer.document.events.toReversed(), (event) => `${event.kind} ${event.instance} ${factsText(event.facts)}`);
     return [filter("events", "kind, instance or text", draw), left(rows, answer.document.events), table("Events, newest first", [
       ["Time", (event) => h("time", { title: date(event.unix_ms) }, clock(event.unix_ms))],

@@ -6,15 +6,15 @@ import { h, toast } from "./dom.js";
 import { bytes, count, percent } from "./format.js";
 
 const STATES = {
-  ready: ["good", "Serves and answers."],
-  listing: ["busy", "Its chunks are listed; lookups use the previous knowledge until the list ends."],
-  late: ["warn", "Has not answered for a while; its chunks are forgotten if it stays silent."],
-  frozen: ["busy", "Stores nothing new, as ordered, for a minute at most."],
+  ready: ["good", "Serves requests and answers the controller."],
+  listing: ["busy", "Its chunks are being listed; lookups use the previous list until this one is complete."],
+  late: ["warn", "Has not answered for a while; if it stays silent, the directory drops its chunks."],
+  frozen: ["busy", "Stores nothing new, as ordered, for at most a minute."],
   draining: ["calm", "Serves its own engines; sends nothing to peers."],
-  stopping: ["calm", "Is about to leave."],
-  unconfirmed: ["warn", "The directory's knowledge of its chunks may be wrong until it is in step again."],
-  restored: ["warn", "Known from before the controller's restart; it has not registered since."],
-  dead: ["bad", "No answer for longer than the timeout; its chunks are forgotten."],
+  stopping: ["calm", "Is shutting down."],
+  unconfirmed: ["warn", "The directory's list of its chunks may be wrong until it is up to date again."],
+  restored: ["warn", "Known from before the controller's restart; has not registered since."],
+  dead: ["bad", "No answer for longer than the timeout; the directory has dropped its chunks."],
 };
 
 /** The state of an instance in one word. */
@@ -34,9 +34,9 @@ export function state(name) {
 }
 
 export function followText({ state: instanceState, following }) {
-  if (instanceState === "dead") return "forgotten";
-  if (following.state === "listing" || following.state === "wanted") return `is listed: ${following.listed_because}`;
-  return { exact: "in step", behind: "catches up", none: "waits for its registration" }[following.state];
+  if (instanceState === "dead") return "dropped";
+  if (following.state === "listing" || following.state === "wanted") return `being listed: ${following.listed_because}`;
+  return { exact: "up to date", behind: "catching up", none: "waiting for registration" }[following.state];
 }
 
 export const sum = (numbers) => Object.values(numbers).reduce((all, value) => all + value, 0);
@@ -93,9 +93,9 @@ export function noInstances(cluster) {
   const host = location.hostname.replace(/^\[|\]$/g, "");
   const address = `${host.includes(":") ? `[${host}]` : host}:${cluster.monitor_ports.reply}`;
   return h("section", { class: "empty", key: "empty" }, h("h2", {}, "No instance has registered yet"),
-    h("p", {}, "Start a cache server on each host that runs engines, and tell it where this controller is. It appears here within a second."),
+    h("p", {}, "Start a cache server with this controller's address on each host that runs engines. It appears here within a second."),
     h("p", {}, h("code", { class: "break" }, `lmcache-server --controller-url tcp://${address}`)),
-    h("p", { class: "quiet" }, "A server that runs already takes ", h("code", {}, "controller.url"), " in its settings file. Between machines both sides need keys; see docs/cluster.md."));
+    h("p", { class: "quiet" }, "The setting ", h("code", {}, "controller.url"), " replaces the flag. Across machines, both sides need keys; see docs/cluster.md."));
 }
 
 /** The leader's name, as a link to its dashboard: only the leader takes orders. */
@@ -105,8 +105,8 @@ export function leaderLink({ leader, leader_url: url }) {
 
 export function follower(cluster) {
   if (cluster.election.leads) return null;
-  return h("p", { class: "note", key: "follower" }, "This controller does not lead, so it takes no orders. ",
-    cluster.election.leader ? ["Give them to ", leaderLink(cluster.election), "."] : "No controller leads at the moment.");
+  return h("p", { class: "note", key: "follower" }, "This controller is not the leader, so it takes no orders. ",
+    cluster.election.leader ? ["Use ", leaderLink(cluster.election), "."] : "There is no leader at the moment.");
 }
 
 /** Orders something about an instance, and shows how it ended, or that it has not ended. */
@@ -115,7 +115,7 @@ export async function order(id, method, what, done) {
     const answer = await send(method, `${instancePath(id)}${what && `/${what}`}`, method === "POST" ? {} : undefined);
     const failed = (answer.commands ?? []).filter(({ state: end }) => end === "failed");
     for (const { message } of failed) toast(`${id}: ${message}`, "bad");
-    if (answer.done === false) toast(`${id} has not answered yet; the events will say how it ends.`);
+    if (answer.done === false) toast(`${id} has not answered yet; the events will show the outcome.`);
     else if (!failed.length) toast(done);
   } catch (error) {
     toast(`${id}: ${error.message}`, "bad");
@@ -125,7 +125,7 @@ export async function order(id, method, what, done) {
 async function drain(id, on) {
   const sure = await confirm(on ? {
     title: `Drain ${id}?`,
-    paragraphs: ["Peers get nothing more from it, and read its chunks elsewhere or compute them. Its own engines go on as before.", "It stays drained until somebody ends that here."],
+    paragraphs: ["It sends nothing more to peers, which read its chunks elsewhere or compute them. Its own engines are not affected.", "It stays drained until you end the drain here."],
     action: "Drain",
   } : {
     title: `Let ${id} serve peers again?`, paragraphs: ["Peers may read its chunks from now on."], action: "End draining",
@@ -137,12 +137,12 @@ async function remove({ id, state: now, keys }) {
   const sure = await confirm({
     title: `Remove ${id}?`,
     paragraphs: [
-      `The directory forgets its ${count(sum(keys))} chunks at once, and nobody is sent to it any more. The chunks themselves stay where they are.`,
-      now === "dead" ? "It comes back when its server is started again." : "It goes on alone for its own engines, and is not let in again until somebody allows it here.",
+      `The directory drops its ${count(sum(keys))} chunks at once, and directs no peer to it any more. The instance keeps the chunks themselves.`,
+      now === "dead" ? "It rejoins when its server is started again." : "It continues to serve its own engines, and cannot rejoin until you allow it here.",
     ],
     action: "Remove", danger: true,
   });
-  if (sure) await order(id, "DELETE", "", `${id} is removed.`);
+  if (sure) await order(id, "DELETE", "", `${id} was removed.`);
 }
 
 function action(name, id, onclick, kind) {
@@ -154,10 +154,10 @@ export function actions(one) {
   const here = one.state === "live" && one.reported_state !== "stopping";
   return h("div", { class: "actions" },
     here && action(draining ? "End draining" : "Drain", id, () => drain(id, !draining)),
-    here && action("List again", id, () => order(id, "POST", "resync", `${id} is listed again.`)),
+    here && action("List again", id, () => order(id, "POST", "resync", `${id} lists its chunks again.`)),
     action("Remove", id, () => remove(one), "quiet-danger"));
 }
 
 export function allowAction(id) {
-  return action("Allow", id, () => order(id, "POST", "allow", `${id} may come back.`));
+  return action("Allow", id, () => order(id, "POST", "allow", `${id} may rejoin.`));
 }
