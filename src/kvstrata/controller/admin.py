@@ -68,7 +68,7 @@ class Admin:
             and leader.member.http_url
             and leader.member.name != self.cluster.name
         ):
-            says = f"this controller does not lead; ask {leader.member.name}"
+            says = f"this controller is not the leader; ask {leader.member.name}"
             where = {"location": f"{leader.member.http_url}{target}"}
             return Reply(common.Error(BadRequest.code, says, ""), 307, where)
         leadership.must_lead()
@@ -84,10 +84,12 @@ class Admin:
 # --- what is asked ----------------------------------------------------------------------------------------------------
 
 InstanceName = Annotated[
-    str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$", extra={"demand": "must be 1 to 64 of A-Z a-z 0-9 . _ -"})
+    str,
+    Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$", extra={"demand": "must be 1 to 64 letters, digits and . _ -"}),
 ]
 WaitS = Annotated[
-    float, Meta(ge=0, le=MAX_WAIT_S, description="Longest wait for instances; then the answer is 202.")
+    float,
+    Meta(ge=0, le=MAX_WAIT_S, description="Maximum wait for instances in seconds; then the answer is 202."),
 ]
 Name = Annotated[str, Meta(max_length=64, description="Id of an instance, as `instances` prints it.")]
 
@@ -109,7 +111,9 @@ class Freeze(msgspec.Struct, kw_only=True):
     """One instance, and for how long it stores nothing new."""
 
     name: Name
-    seconds: Annotated[float, Meta(ge=0, le=60, description="How long, at most 60; 0 ends it.")]
+    seconds: Annotated[
+        float, Meta(ge=0, le=60, description="Duration in seconds, at most 60; 0 ends the freeze.")
+    ]
     wait_s: WaitS = 5.0
 
 
@@ -120,14 +124,14 @@ class Events(msgspec.Struct):
         Annotated[
             int,
             Meta(
-                ge=-1, description="Number of the last event that the client knows; without it, the newest."
+                ge=-1, description="Number of the last event that the client has; default: list the newest."
             ),
         ]
         | None
     ) = None
     limit: Annotated[int, Meta(ge=1, le=MAX_EVENTS, description="Maximum number of events.")] = 100
     wait_s: Annotated[
-        float, Meta(ge=0, le=MAX_WAIT_S, description="Longest wait for the first event after `after`.")
+        float, Meta(ge=0, le=MAX_WAIT_S, description="Maximum wait in seconds for an event after `after`.")
     ] = 0.0
 
 
@@ -138,10 +142,10 @@ class Chunks(common.Chunks, kw_only=True):
 
 
 class Lookup(Chunks, kw_only=True):
-    """A question where chunks are."""
+    """Chunks to locate."""
 
     limit: Annotated[
-        int, Meta(ge=1, le=65_536, description="Maximum number of chunks that are listed one by one.")
+        int, Meta(ge=1, le=65_536, description="Maximum number of chunks that are listed individually.")
     ] = 1_024
 
 
@@ -156,7 +160,8 @@ class Claim(Claiming, kw_only=True):
 
     kind: Annotated[int | None, Meta(description="Number in `models`, where several match.")] = None
     instance: Annotated[
-        InstanceName | None, Meta(description="Where; by default the instance with the longest prefix.")
+        InstanceName | None,
+        Meta(description="Instance that keeps them; default: the one with the longest prefix."),
     ] = None
     wait_s: WaitS = 5.0
 
@@ -170,8 +175,8 @@ class Claims(msgspec.Struct):
 class Claimed(msgspec.Struct, kw_only=True):
     """One claim."""
 
-    claim: Annotated[str, Meta(max_length=64, description="As `claims` prints it.")]
-    instance: Annotated[InstanceName | None, Meta(description="Where; by default all live instances.")] = None
+    claim: Annotated[str, Meta(max_length=64, description="Id of the claim, as `claims` prints it.")]
+    instance: Annotated[InstanceName | None, Meta(description="Default: all live instances.")] = None
     wait_s: WaitS = 5.0
 
 
@@ -180,16 +185,17 @@ class Copy(WaitingChunks, kw_only=True):
 
     to: Annotated[InstanceName, Meta(description="The instance that gets the chunks.", extra={"flag": True})]
     source: Annotated[
-        InstanceName | None, Meta(description="From where; by default the instance with the longest prefix.")
+        InstanceName | None,
+        Meta(description="Instance to copy from; default: the one with the longest prefix."),
     ] = None
 
 
 class Clear(msgspec.Struct, kw_only=True):
     """The chunks to drop."""
 
-    tier: Annotated[Literal["l1", "l2", "all"], Meta(description="Where.")] = "l1"
-    tenant: Annotated[str | None, Meta(description="Only this tenant's chunks.")] = None
-    instances: Annotated[list[InstanceName] | None, Meta(description="By default all live instances.")] = None
+    tier: Annotated[Literal["l1", "l2", "all"], Meta(description="Tier to clear.")] = "l1"
+    tenant: Annotated[str | None, Meta(description="Drop only this tenant's chunks; needs tier `l1`.")] = None
+    instances: Annotated[list[InstanceName] | None, Meta(description="Default: all live instances.")] = None
     wait_s: WaitS = 5.0
 
 
@@ -198,7 +204,7 @@ class Evict(WaitingChunks, kw_only=True):
 
     instances: Annotated[
         list[InstanceName] | None,
-        Meta(description="By default all instances that have some of these chunks."),
+        Meta(description="Default: all instances that have some of these chunks."),
     ] = None
 
 
@@ -207,27 +213,27 @@ class Evict(WaitingChunks, kw_only=True):
 
 @operation("GET", "/v1/cluster", ctl="status", tag="cluster")
 def at_a_glance(parts: Admin) -> Document:
-    """What needs attention, and all that is known of the cluster as a whole."""
+    """Show what needs attention, and the state of the cluster as a whole."""
     return views.cluster_body(parts.cluster, parts.around)
 
 
 @operation("GET", "/v1/plan", ctl="plan", tag="cluster")
 def plan(parts: Admin) -> Document:
-    """What the engines are predicted to serve in time, and what more memory, engines or splitting would bring."""
+    """Predict the requests that engines serve in time, and the gain of more memory, engines or splitting."""
     return parts.cluster.planning.page()
 
 
 @operation("GET", "/v1/models", ctl="models", tag="cluster")
 def models(parts: Admin) -> Document:
-    """The kinds of KV that engines at live instances have."""
+    """List the kinds of KV of the engines at live instances."""
     return views.models(parts.cluster)
 
 
 @operation("GET", "/v1/events", ctl="events", tag="events")
 async def events(parts: Admin, ask: Events) -> Document:
-    """Recent events of the cluster, oldest first.
+    """List recent events of the cluster, oldest first.
 
-    `lost`: some after `after` are no longer kept. `next_after` is the `after` of the next request.
+    `lost`: some events after `after` are no longer kept. Pass `next_after` as `after` of the next request.
     """
     tail, after = parts.cluster.journal, ask.after
     if after is None:
@@ -242,7 +248,7 @@ async def events(parts: Admin, ask: Events) -> Document:
 
 @operation("GET", "/v1/state", tag="events")
 def state(parts: Admin) -> Reply:
-    """The whole cluster, as the dashboard shows it; made anew once a second at most, for all readers."""
+    """Show the whole cluster, as on the dashboard; updated at most once a second for all readers."""
     now_s = parts.cluster.clock.monotonic_s()
     if now_s - parts.state[0] >= FRESH_S:
         parts.state = now_s, msgspec.json.encode(views.state(parts.cluster, parts.around))
@@ -254,17 +260,17 @@ def state(parts: Admin) -> Reply:
 
 @operation("GET", "/v1/instances", ctl="instances", tag="instances")
 def instances(parts: Admin) -> Document:
-    """All instances, for a while also dead ones.
+    """List all instances; dead ones stay listed for a while.
 
-    `confirmed`: the directory's knowledge of its chunks is exact. `keys`: chunks by tier, as the directory knows them.
-    `drained` and `removed` name instances that an admin has drained, also absent ones, or barred.
+    `confirmed`: the directory's list of the instance's chunks is exact. `keys`: number of chunks by tier, according to
+    the directory. `drained` and `removed`: ids that an admin has drained or barred, also of absent instances.
     """
     return views.instances(parts.cluster)
 
 
 @operation("GET", "/v1/instances/{name}", ctl="instance", tag="instances")
 def instance(parts: Admin, ask: Instance) -> Document:
-    """All that is known of one instance."""
+    """Show the state of one instance."""
     member = parts.orders.member(ask.name)
     keys = views.keys_of(parts.cluster).get(member.group, {})
     return views.instance_row(parts.cluster, member, keys)
@@ -272,23 +278,23 @@ def instance(parts: Admin, ask: Instance) -> Document:
 
 @operation("POST", "/v1/instances/{name}/drain", ctl="drain", tag="instances", acts=True)
 async def drain(parts: Admin, ask: Waiting) -> Reply:
-    """Send no peers to an instance from now on, and command it to lease nothing to peers.
+    """Drain an instance: direct no peers to it, and command it to lease nothing to peers.
 
-    The order holds until the instance is undrained, also across restarts. If the instance does not live, the answer
-    names no command, and the instance gets its command when it comes back.
+    The order holds until the instance is undrained, also across restarts. If the instance is not live, the answer
+    names no command; the instance gets the command when it returns.
     """
     return await parts.ended(await parts.orders.drain(ask.name, True), ask.wait_s)
 
 
 @operation("POST", "/v1/instances/{name}/undrain", ctl="undrain", tag="instances", acts=True)
 async def undrain(parts: Admin, ask: Waiting) -> Reply:
-    """Use a drained instance as before; if it does not live, it gets its command when it comes back."""
+    """End the drain of an instance; one that is not live gets the command when it returns."""
     return await parts.ended(await parts.orders.drain(ask.name, False), ask.wait_s)
 
 
 @operation("POST", "/v1/instances/{name}/resync", ctl="resync", tag="instances")
 def resync(parts: Admin, ask: Instance) -> Document:
-    """List an instance's chunks again, for the directory of this controller."""
+    """Have an instance list its chunks again for this controller's directory."""
     member = parts.orders.member(ask.name)
     parts.cluster.list_anew(member)
     return {"id": member.id, "following": views.instance_row(parts.cluster, member, {})["following"]}
@@ -296,17 +302,17 @@ def resync(parts: Admin, ask: Instance) -> Document:
 
 @operation("POST", "/v1/instances/{name}/freeze", ctl="freeze", tag="instances", acts=True)
 async def freeze(parts: Admin, ask: Freeze) -> Reply:
-    """Have an instance store nothing new for a time, and serve what it has; 0 ends that."""
+    """Stop an instance from storing new chunks for some time; it still serves the chunks it has."""
     issued = parts.orders.at([ask.name], wire.Freeze(round(1000 * ask.seconds)))
     return await parts.ended(issued, ask.wait_s)
 
 
 @operation("DELETE", "/v1/instances/{name}", ctl="remove", tag="instances", acts=True)
 async def remove(parts: Admin, ask: Instance) -> Document:
-    """Forget an instance and its chunks at once; a live one may not join again until it is allowed.
+    """Remove an instance and its chunks from the directory; a live one cannot rejoin until `allow`.
 
-    A live instance goes on without the cluster. The id then belongs to no key any more: the next instance that
-    registers under it gets it.
+    A live instance continues without the cluster. The id is no longer bound to a CURVE key: the next instance that
+    registers under it binds it to its own.
     """
     was = await parts.orders.remove(ask.name)
     return {"id": ask.name, "was": was.value, "barred": ask.name in parts.cluster.orders.removed}
@@ -314,7 +320,7 @@ async def remove(parts: Admin, ask: Instance) -> Document:
 
 @operation("POST", "/v1/instances/{name}/allow", ctl="allow", tag="instances", acts=True)
 async def allow(parts: Admin, ask: Instance) -> dict[str, bool]:
-    """Let a removed instance join again."""
+    """Allow a removed instance to rejoin."""
     if not await parts.cluster.orders.allow(ask.name):
         raise NotFound(f"name: {ask.name!r:.80} was not removed")
     return {"allowed": True}
@@ -322,9 +328,9 @@ async def allow(parts: Admin, ask: Instance) -> dict[str, bool]:
 
 @operation("GET", "/v1/instances/{name}/status", ctl="document", tag="instances", acts=True)
 async def status(parts: Admin, ask: Waiting) -> Reply:
-    """The status document of an instance: pool, engine processes (workers), adapters, counters; and `runtime`.
+    """Show the status document of an instance: pool, engine processes (workers), adapters, counters, `runtime`.
 
-    That has threads, memory, garbage collector and lag of the loop.
+    `runtime` has threads, memory, garbage collector and lag of the event loop.
     """
     member = parts.orders.member(ask.name)
     issued = parts.cluster.issue(member, wire.AskStatus(), ttl_s=max(60.0, ask.wait_s))
@@ -346,10 +352,11 @@ async def status(parts: Admin, ask: Waiting) -> Reply:
 
 @operation("POST", "/v1/lookup", ctl="lookup", tag="chunks")
 async def lookup(parts: Admin, ask: Lookup) -> Document:
-    """Where the chunks of a prompt, or of some keys, are, as far as the directory knows.
+    """Locate the chunks of a prompt, or of some keys, in the directory.
 
-    `longest`: instances that could serve a hit from L1, the best first. `held_chunks`: chunks of the longest hit whose
-    parts some instances have in any tier. `places` of a chunk have all slices that each hit needs.
+    `longest`: instances that could serve a hit from L1, the best first. `held_chunks`: number of chunks in the longest
+    hit of which some instance has each slice, in any tier. `places` of a chunk: those with all slices that every hit
+    needs.
     """
     found = await parts.orders.find(await parts.orders.name(ask, ask.kind))
     return views.placement(parts.cluster, found, ask.limit)
@@ -359,8 +366,8 @@ async def lookup(parts: Admin, ask: Lookup) -> Document:
 async def claim(parts: Admin, ask: Claim) -> Reply:
     """Keep the chunks of a prompt in the L1 of one instance until a time: all of them, or none.
 
-    The instance owns the claim, also over restarts of it and of the controller. The command fails if the instance
-    refuses the claim; its message has the reason and what would be possible.
+    The instance owns the claim, also across restarts of itself and of the controller. If it refuses the claim, the
+    command fails with a message that gives the reason and what would be possible.
     """
     issued = await parts.orders.claim(await parts.orders.name(ask, ask.kind), ask.instance, ask)
     return await parts.ended(issued, ask.wait_s)
@@ -368,7 +375,7 @@ async def claim(parts: Admin, ask: Claim) -> Reply:
 
 @operation("GET", "/v1/claims", ctl="claims", tag="chunks", acts=True)
 async def claims(parts: Admin, ask: Claims) -> Reply:
-    """The claims of all live instances, those that are kept and the last that have ended."""
+    """List the active and the last ended claims of all live instances."""
     issued = parts.orders.at(None, wire.AskClaims())
     await parts.cluster.outcome(issued, ask.wait_s)
     told = {one.member.id: one.result.body for one in issued if one.result is not None and one.result.ok}
@@ -379,7 +386,7 @@ async def claims(parts: Admin, ask: Claims) -> Reply:
 
 @operation("POST", "/v1/claims/{claim}/release", ctl="release", tag="chunks", acts=True)
 async def release(parts: Admin, ask: Claimed) -> Reply:
-    """End a claim; `count` in the result of its instance is 1."""
+    """End a claim; `count` in the result of the instance that kept it is 1."""
     where = None if ask.instance is None else [ask.instance]
     return await parts.ended(parts.orders.at(where, wire.Release(ask.claim)), ask.wait_s)
 
@@ -405,13 +412,13 @@ async def _copied(parts: Admin, ask: Copy, *, move: bool) -> Reply:
 
 @operation("POST", "/v1/clear", ctl="clear", tag="chunks", acts=True)
 async def clear(parts: Admin, ask: Clear) -> Reply:
-    """Drop chunks of all tenants or of one; bytes in use become free when their use ends."""
+    """Drop the chunks of all tenants or of one; bytes in use are freed when their use ends."""
     return await parts.ended(parts.orders.at(ask.instances, wire.Clear(ask.tier, ask.tenant)), ask.wait_s)
 
 
 @operation("POST", "/v1/evict", ctl="evict", tag="chunks", acts=True)
 async def evict(parts: Admin, ask: Evict) -> Reply:
-    """Drop chunks from L1."""
+    """Drop the chunks of a prompt, or of some keys, from L1."""
     issued = await parts.orders.evict_chunks(await parts.orders.name(ask, ask.kind), ask.instances)
     return await parts.ended(issued, ask.wait_s)
 
@@ -421,9 +428,9 @@ async def evict(parts: Admin, ask: Evict) -> Reply:
 
 @operation("POST", "/v1/dashboard-link", ctl="dashboard-link", here=True)
 def dashboard_link(parts: Admin, headers: Headers) -> Reply:
-    """A link that opens the dashboard with the token of this request.
+    """Make a link that opens the dashboard with the token of this request.
 
-    The token stands in the fragment, which browsers send to no server, so it gets into no log of a proxy.
+    The token is in the URL's fragment, which browsers never send, so that no proxy can log it.
     """
     token = headers.get(b"authorization", b"").decode("latin-1").partition(" ")[2]
     login = f"#/login/{urllib.parse.quote(token, safe='')}" if token else ""

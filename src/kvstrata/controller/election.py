@@ -171,7 +171,7 @@ class Election:
         """
         token = self.token
         if not token:
-            raise NotLeading("this controller does not lead; ask the leader")
+            raise NotLeading("this controller is not the leader; ask the leader")
         try:
             await self._write_orders(self._connected(), token, changes)
         except EtcdFailed as error:
@@ -397,9 +397,9 @@ def check(settings: EtcdSettings, *, insecure: bool) -> None:
     etcd.check_credentials(settings)
     if settings.endpoints and not (settings.user or settings.cert_file or insecure):
         raise ConfigError(
-            "etcd.user: is missing: whoever reaches an etcd without users can remove instances and lead the cluster, "
-            "also another user of this machine; name a user of etcd and etcd.password_file, or a client certificate "
-            "(etcd.cert_file), or allow it with --insecure",
+            "etcd.user: is missing: anyone who can reach an etcd without users can remove instances and lead the "
+            "cluster; set etcd.user and etcd.password_file, or a client certificate (etcd.cert_file), or allow it with "
+            "--insecure",
             field="etcd.user",
         )
 

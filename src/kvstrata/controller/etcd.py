@@ -261,7 +261,7 @@ def read_endpoint(endpoint: str) -> Endpoint:
     host, colon, port = endpoint.removeprefix("https://" if tls else "http://").rstrip("/").rpartition(":")
     if not colon or not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ConfigError(
-            f"{field}: {endpoint!r}: write HOST:PORT, for example 127.0.0.1:2379, or https://HOST:PORT for TLS",
+            f"{field}: must be HOST:PORT, such as 127.0.0.1:2379, or https://HOST:PORT for TLS, found {endpoint!r}",
             field=field,
         )
     return Endpoint(host.strip("[]"), int(port), tls)

@@ -74,7 +74,7 @@ class Operations:
         member = self._cluster.members.get(instance)
         if member is None:
             there = ", ".join(sorted(member.id for member in self._cluster.members)) or "none"
-            raise NotFound(f"instance: there is no {instance!r:.80}; there are: {there:.500}")
+            raise NotFound(f"instance: unknown instance {instance!r:.80}; instances: {there:.500}")
         return member
 
     def named(self, instances: Sequence[str]) -> list[Member]:
@@ -141,7 +141,7 @@ class Operations:
         keys = _some(named.keys)
         if len(keys) > MAX_KEYS * KEY_BYTES:
             raise BadRequest(
-                f"tokens: their chunks have {len(keys) // KEY_BYTES} records, a claim at most {MAX_KEYS}; give fewer",
+                f"tokens: a claim keeps at most {MAX_KEYS} records, found {len(keys) // KEY_BYTES}; give fewer tokens",
                 field="tokens",
             )
         member = self.member(instance) if instance is not None else (await self._longest(named, None))[0]
@@ -180,9 +180,9 @@ class Operations:
         if owner is target:
             raise BadRequest(f"to: {to} is also the source of the chunks; name another instance", field="to")
         if not owner.told.gives_to_peers:
-            raise BadRequest(f"source: {owner.id} serves no peers", field="source")
+            raise BadRequest(f"source: {owner.id} does not serve peers; name another", field="source")
         if owner.state is not MemberState.LIVE:
-            raise Unavailable(f"source: {owner.id} is {owner.state}", field="source")
+            raise Unavailable(f"source: {owner.id} is {owner.state}; name a live instance", field="source")
         keys = _some(named.keys[: n_chunks * named.n_slices * KEY_BYTES])
         pulls = pulls_of(named._replace(keys=keys), owner)
         commands = self._cluster.issue_to_each([(target, pulls)])
@@ -195,7 +195,7 @@ class Operations:
             return
         missing = [one.number for one in commands if not all_arrived(one)]
         if missing:
-            reason = f"not all chunks of the commands {missing} have arrived; nothing was dropped"
+            reason = f"some chunks of the commands {missing} have not arrived; nothing was dropped"
             self._cluster.journal.say("move_incomplete", leave.id, reason=reason)
             return
         try:
@@ -245,7 +245,7 @@ class Operations:
             member = self._cluster.members.of_group(one.group)
             if member is not None and member.state is MemberState.LIVE:
                 return member, one.n_chunks
-        raise NotFound("no instance that peers may read has the first of these chunks in L1")
+        raise NotFound("no live instance that serves peers has the first of these chunks in L1")
 
 
 def _drops(keys: bytes) -> list[Evict]:
@@ -256,5 +256,5 @@ def _drops(keys: bytes) -> list[Evict]:
 def _some(keys: bytes) -> bytes:
     """The same keys. Raises BadRequest if they are empty."""
     if not keys:
-        raise BadRequest("tokens: they make no whole chunk; give more tokens, or keys", field="tokens")
+        raise BadRequest("tokens: must fill at least one chunk; give more tokens, or keys", field="tokens")
     return keys

@@ -73,14 +73,14 @@ def choose(all_kinds: Sequence[Kind], model: str, number: int | None) -> Kind:
     if number is not None:
         if not 0 <= number < len(all_kinds):
             raise BadRequest(
-                f"kind: {number} is not among the {len(all_kinds)} kinds of /v1/models", field="kind"
+                f"kind: must be one of the {len(all_kinds)} kinds of /v1/models, found {number}", field="kind"
             )
         return all_kinds[number]
     of_model = [kind for kind in all_kinds if not model or kind.layout.model == model]
     if not of_model:
         there = ", ".join(sorted({kind.layout.model for kind in all_kinds})) or "none, no engine is attached"
         raise BadRequest(
-            f"model: no engine has {model or 'any model'!r:.80}; known are: {there}", field="model"
+            f"model: no engine has {model or 'any model'!r:.80}; known models: {there}", field="model"
         )
     if len(of_model) > 1:
         raise BadRequest(

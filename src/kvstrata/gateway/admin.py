@@ -47,13 +47,13 @@ class Decision(msgspec.Struct):
 
 @operation("GET", "/gateway/status", ctl="status")
 def status(app: Admin) -> Document:
-    """Engines, tenants, queue, other gateways and controllers at a glance."""
+    """Show engines, tenants, the queue, other gateways and controllers."""
     return app.status()
 
 
 @operation("GET", "/gateway/decisions", ctl="decisions")
 def decisions(app: Admin) -> Document:
-    """The last 50 routing decisions, newest first, with the terms of their costs."""
+    """List the last 50 routing decisions, newest first, with the terms of their costs."""
     return {"decisions": app.parts.choosing.decisions.page(SHOWN_DECISIONS)}
 
 

@@ -134,10 +134,10 @@ class Error(msgspec.Struct):
     code: Annotated[
         str,
         Meta(
-            description="A stable word (docs/internals/protocol.md), `not_found` for a thing that does not exist."
+            description="Stable error code (docs/internals/protocol.md); `not_found` for an unknown resource."
         ),
     ]
-    message: Annotated[str, Meta(description="What is wrong and what to change, for people.")]
+    message: Annotated[str, Meta(description="What is wrong and what to change, as text.")]
     field: Annotated[str, Meta(description="The wrong field; empty if no single field is wrong.")]
 
 
@@ -217,7 +217,7 @@ async def _decoded(kind: type[msgspec.Struct], body: bytes) -> dict[str, Any]:
             taken[match[1].decode()] = await _items(match[1], body, start, end)
             rest = body[:start] + body[end:]
     if len(rest) > MAX_REST_BYTES:
-        says = f"body: more than {MAX_REST_BYTES} bytes beside its list of tokens or keys; send less"
+        says = f"body: must have at most {MAX_REST_BYTES} bytes besides its list of tokens or keys"
         raise TooLarge(says, field="body")
     text = rest or b"{}"
     try:
@@ -330,14 +330,14 @@ class Chunks(Weights, kw_only=True):
 class Claiming(Chunks, kw_only=True):
     """Chunks to keep in L1 until a time."""
 
-    ttl_s: Annotated[float, Meta(gt=0, le=MAX_CLAIM_S, description="Time until the claim ends.")] = 3_600.0
+    ttl_s: Annotated[float, Meta(gt=0, le=MAX_CLAIM_S, description="Seconds until the claim ends.")] = 3_600.0
     until_unix_s: Annotated[
-        float | None, Meta(description="When the claim ends, in seconds since 1970, instead of `ttl_s`.")
+        float | None, Meta(description="End of the claim, in seconds since 1970; replaces `ttl_s`.")
     ] = None
     bytes: (
         Annotated[
             int,
-            Meta(gt=0, le=1 << 50, description="Maximum number of bytes to keep; else the claim is refused."),
+            Meta(gt=0, le=1 << 50, description="Maximum number of bytes to keep; a larger claim is refused."),
         ]
         | None
     ) = None
@@ -350,40 +350,40 @@ class Claiming(Chunks, kw_only=True):
 class LogLevel(msgspec.Struct):
     """The level of a log."""
 
-    level: Annotated[Level, Meta(description="Least severe level that is logged.")]
+    level: Annotated[Level, Meta(description="Lowest level that is logged.")]
 
 
 @operation("GET", "/healthz", tag="probes", public=True)
 def healthz(parts: Any) -> dict[str, bool]:
-    """The process answers."""
+    """Answer, which shows that the process runs."""
     return {"ok": True}
 
 
 @operation("GET", "/readyz", ctl="ready", tag="probes", public=True)
 def readyz(parts: Any) -> dict[str, Any] | Reply:
-    """Whether requests are served; if not, the status is 503, and `why` says why."""
+    """Show whether requests are served; if not, the status is 503, and `why` gives the reason."""
     ready, why = parts.readiness()
     return Reply({"ready": ready, "why": why}, 200 if ready else 503)
 
 
 @operation("GET", "/metrics", tag="metrics")
 def metrics(parts: Any) -> Reply:
-    """Metrics in Prometheus' text format; at most 0.25 s old."""
+    """Show the metrics in Prometheus' text format, at most 0.25 s old."""
     return Reply(parts.page(), media_type=MEDIA_TYPE)
 
 
 @operation("GET", "/v1/log-level", tag="log")
 def log_level(parts: Any) -> LogLevel:
-    """The least severe level that is logged now."""
+    """Show the log level."""
     return LogLevel(cast(Level, current_level()))
 
 
 @operation("PUT", "/v1/log-level", ctl="log-level", tag="log", shows=True)
 def change_log_level(parts: Any, ask: LogLevel) -> LogLevel:
-    """Show or change the level of the log.
+    """Show or change the log level.
 
-    The change holds here and in the processes of isolated adapters, until the process ends, or reads its settings again
-    at SIGHUP.
+    The change applies to this process and its adapter hosts, until the process ends or reads its settings again at
+    SIGHUP.
     """
     was, levels = current_level(), get_args(Level)
     is_quieter = levels.index(ask.level) > levels.index(was)

@@ -200,7 +200,9 @@ class Claims(Numbers):
                 f"until_unix_s: {what}; name a time within {MAX_CLAIM_S} s", field="until_unix_s"
             )
         if not keys:
-            raise BadRequest("tokens: they make no whole chunk; give more tokens, or keys", field="tokens")
+            raise BadRequest(
+                "tokens: must fill at least one chunk; give more tokens, or keys", field="tokens"
+            )
         claim = Claim(
             secrets.token_hex(8), asked.tenant, keys, n_slices, list(spans), identity, count(keys, n_slices),
             now_ms, now_ms + round(1000 * left_s),

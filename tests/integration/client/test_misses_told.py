@@ -110,7 +110,7 @@ def test_hints_of_engines_and_of_the_admin_port_reach_the_chunks_of_their_reques
             assert answer == {"chunks": CHUNKS} and hinted() == number * CHUNKS
         assert server.post("/v1/hint", {"request_id": "chatcmpl-1", "next": "length"}) == {"chunks": 0}
         for body, status, words in (
-            ({"request_id": "other", "next": "end"}, 404, "'other' is not among the recent requests"),
+            ({"request_id": "other", "next": "end"}, 404, "'other' is not a recent request"),
             ({"request_id": "chatcmpl-1", "next": "later"}, 400, "next: must be the expected seconds"),
             ({"request_id": "chatcmpl-1", "next": -1}, 400, "got -1"),
             ({"request_id": "chatcmpl-1"}, 400, "next"),

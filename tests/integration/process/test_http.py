@@ -227,7 +227,7 @@ def test_connections_up_to_the_descriptor_limit_end_no_server(tmp_path: Path) ->
 MOST = (32 << 20) - 100
 TOKENS = b'{"model": "%s", "tokens": [' + b"4294967295," * 2_900_000 + b"1]}"
 BODIES = (
-    (b"[" * MOST, 413, "beside its list"),
+    (b"[" * MOST, 413, "besides its list"),
     (b'{"tokens": [' + b"1.5e9," * (MOST // 6) + b"1]}", 400, "tokens[0]: Expected `int`"),
     (b'{"tokens": [' + b"9" * MOST + b"]}", 400, "has more than 65536 bytes"),
     (TOKENS % b"nobody", 400, "'nobody' must name the one attached engine"),

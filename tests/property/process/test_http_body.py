@@ -128,7 +128,7 @@ async def test_what_is_no_long_list_has_a_bound() -> None:
         b" " * (32 << 20),
         b"1," * (8 << 20) + b"]" * 512,
     ):
-        with pytest.raises(TooLarge, match="more than 65536 bytes beside its list"):
+        with pytest.raises(TooLarge, match="at most 65536 bytes besides its list"):
             await read(long)
 
 

@@ -231,7 +231,7 @@ async def test_an_order_that_names_no_whole_chunk_is_refused(instances, what):
     instances.join("a")
     instances.join("b")
     nothing = named(0)
-    with pytest.raises(BadRequest, match="make no whole chunk"):
+    with pytest.raises(BadRequest, match="must fill at least one chunk"):
         if what == "evict":
             await instances.operations.evict_chunks(nothing, ["a"])
         elif what == "claim":

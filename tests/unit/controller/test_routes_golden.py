@@ -57,7 +57,7 @@ def admin(ready: bool) -> Any:
 
     def job_of(number: int) -> Job:
         if number != job.job:
-            raise NotFound(f"job: {number} is not among the recent ones")
+            raise NotFound(f"job: {number} is not a recent prewarm")
         return job
 
     async def clear(tier: str, tenant: str | None, *, wait: bool) -> Cleared:

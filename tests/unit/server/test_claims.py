@@ -79,7 +79,7 @@ def test_wrong_claims_are_refused_and_keep_nothing(server, keys, monkeypatch):
     wrong: list[tuple[dict[str, Any], str]] = [
         ({}, "either tokens or keys"),
         ({"tokens": [1], "keys": ["00"]}, "either tokens or keys"),
-        ({"tokens": [1]}, "make no whole chunk"),
+        ({"tokens": [1]}, "must fill at least one chunk"),
         ({"keys": ["00"]}, "64 hexadecimal digits"),
         ({"keys": [keys[0].hex()], "until_unix_s": 1.0}, "name a time within"),
         ({"keys": [keys[0].hex()], "until_unix_s": 1e12}, "name a time within"),

@@ -119,7 +119,7 @@ class Prewarms:
     def job(self, number: int) -> Job:
         """A prewarm and its outcome so far. Raises NotFound."""
         if (job := self._jobs.get(number)) is None:
-            raise NotFound(f"job: {number} is not among the recent ones")
+            raise NotFound(f"job: {number} is not a recent prewarm")
         return job
 
     def documents(self) -> list[dict[str, Any]]:

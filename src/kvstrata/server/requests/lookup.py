@@ -730,7 +730,7 @@ class Lookups:
         """Hint what follows a request. The result is the number of its chunks in L1. Raises NotFound, Refused."""
         found = self._explainer.newest(request_id)
         if found is None:
-            raise NotFound(f"request_id: {request_id!r:.80} is not among the recent requests")
+            raise NotFound(f"request_id: {request_id!r:.80} is not a recent request")
         hinted = self._learn(_note_hint, found.root, found.ends, found.slice, next_)
         if hinted is None:
             raise Refused(f"{MAX_NOTING} prompts wait to be noted; try again")
