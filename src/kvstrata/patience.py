@@ -37,8 +37,8 @@ def check(environment: Mapping[str, str]) -> None:
         return
     if not is_testing(environment):
         raise ConfigError(
-            f"{VARIABLE}: makes this process wait longer for silent parties, for tests; remove it, or set "
-            f"{TESTING_VARIABLE}=1 too",
+            f"{VARIABLE}: lengthens the time limits of this process, for tests only; remove it, or also set "
+            f"{TESTING_VARIABLE}=1",
             field=VARIABLE,
         )
     try:

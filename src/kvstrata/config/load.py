@@ -222,7 +222,7 @@ def unusable_value(value: Any, path: str = "") -> tuple[str, str, Any] | None:
         return path, "must be valid Unicode text, without lone surrogates", value
     if isinstance(value, str):
         if NAMES_PATH.search(path) and VARIABLE.search(value):
-            return path, "must be written out, since variables of the shell mean nothing here", value
+            return path, "must be written out, since shell variables are not expanded here", value
         try:
             os.fsencode(value)
         except UnicodeEncodeError as error:

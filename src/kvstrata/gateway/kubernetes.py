@@ -73,7 +73,7 @@ class Account:
         host, port = (os.environ.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))
         if not host:
             raise ConfigError(
-                "engines_from.kubernetes: KUBERNETES_SERVICE_HOST is not set, so this is no pod; run the gateway in "
+                "engines_from.kubernetes: KUBERNETES_SERVICE_HOST is not set, so this is not a pod; run the gateway in "
                 "the cluster, or name the engines by `engines`",
                 field="engines_from.kubernetes",
             )

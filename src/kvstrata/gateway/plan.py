@@ -105,8 +105,8 @@ def _checks(settings: GatewaySettings) -> Iterator[Check]:
     yield (
         not (closed or settings.tenants),
         "http.host",
-        f"{http.host!r} is not loopback, and clients need no key: name tenants with keys, or use --insecure to serve "
-        "everybody who reaches this port",
+        f"{http.host!r} is not loopback, and clients need no key: set tenants with keys, or use --insecure to serve "
+        "anyone who can reach this port",
     )
     none = "no engine is named; give --engine URL, or `engines` or `engines_from` in the file"
     yield not (settings.engines or settings.engines_from.kubernetes), "engines", none
@@ -132,7 +132,7 @@ def _engine_checks(settings: GatewaySettings) -> Iterator[Check]:
         yield (
             bool(one.user) and uid_of(one.user) < 0,
             f"{field}.user",
-            f"no user of this host is named {one.user!r}",
+            f"this host has no user {one.user!r}",
         )
         alone = bool(one.kv_events_replay) and not one.kv_events.startswith("tcp:")
         yield alone, f"{field}.kv_events_replay", "needs `kv_events` too, as tcp://HOST:PORT"
@@ -157,7 +157,7 @@ def _class_checks(settings: GatewaySettings) -> Iterator[Check]:
     classes = {one.name for one in settings.slo}
     known = ", ".join(sorted(classes)) or "none"
     for i, tenant in enumerate(settings.tenants):
-        says = f"no class of service is named {tenant.slo!r}; `slo` has {known}"
+        says = f"unknown class of service {tenant.slo!r}; `slo` has {known}"
         yield bool(tenant.slo) and tenant.slo not in classes, f"tenants[{i}].slo", says
 
 
@@ -174,7 +174,7 @@ def _picker_checks(settings: GatewaySettings) -> Iterator[Check]:
     missing = "tls_key_file" if picker.tls_cert_file else "tls_cert_file"
     belong = "a certificate needs its key, and the other way round; name both"
     yield bool(picker.tls_cert_file) != bool(picker.tls_key_file), f"picker.{missing}", belong
-    says = "clients show certificates only over TLS; name tls_cert_file and tls_key_file"
+    says = "needs TLS, since clients send certificates only over TLS; set tls_cert_file and tls_key_file"
     yield bool(picker.tls_ca_file) and not picker.tls_cert_file, "picker.tls_ca_file", says
     host, _ = host_and_port(picker.listen)
     yield (
@@ -207,7 +207,7 @@ def _cluster_checks(settings: GatewaySettings) -> Iterator[Check]:
         says = f"{host!r} is not loopback: give sharing.curve_file, the same for all gateways"
         yield not (sharing.curve_file or is_loopback(host)), "sharing.listen", says
     yield from _twice("controllers", "urls", list(wanted.urls))
-    says = "controllers without keys need no curve_file; leave one of them out"
+    says = "excludes controllers.curve_file; remove one of them"
     yield bool(wanted.curve_file) and wanted.insecure, "controllers.insecure", says
     for i, url in enumerate(wanted.urls):
         host, _, port = url.removeprefix("tcp://").rpartition(":")

@@ -175,7 +175,7 @@ def _p2p_engine(settings: ServerSettings, environment: Mapping[str, str]) -> P2p
     host = p2p.listen.rpartition(":")[0]
     if host in ("*", "0.0.0.0", "[::]") and not p2p.advertise:
         raise ConfigError(
-            f"p2p.advertise: p2p.listen is {p2p.listen}, which means every address; name the one by which peers reach "
+            f"p2p.advertise: p2p.listen is {p2p.listen}, which means every address; set the one at which peers reach "
             "this instance (--p2p-advertise HOST)",
             field="p2p.advertise",
         )

@@ -191,8 +191,7 @@ def configure_tier(entry: str | Mapping[str, Any], index: int) -> TierConfig:
         if chain.encodes and isolated:
             raise place.hidden(
                 "codec",
-                "an adapter in a process of its own moves bytes of L1 as they are; remove codec, or set isolation to "
-                "'in_process'",
+                "an adapter host moves the bytes of L1 without codecs; remove codec, or set isolation to 'in_process'",
             )
     if medium is not None:
         with wrong:

@@ -38,7 +38,8 @@ class Place(NamedTuple):
 
     def wrong(self, name: str, value: object, must: str) -> ConfigError:
         """The error for a field's value."""
-        return self.hidden(name, f"{must}, found {quoted(name, value)}")
+        found = "but is not given" if value is None else f"found {quoted(name, value)}"
+        return self.hidden(name, f"{must}, {found}")
 
     def refused(self, name: str, value: object, advice: str) -> ConfigError:
         """The error for a field whose value is not supported."""

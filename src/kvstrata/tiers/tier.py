@@ -304,7 +304,7 @@ class Tier(TierNumbers):
     def _use(self, in_use: Callable[[], None]) -> None:
         self.is_open = True
         if self.host is None and self.capabilities.quiesce == "never":
-            advice = 'its calls may never end; with "isolation": "process" they end with their process'
+            advice = 'its calls may never end; set "isolation": "process", so that its process can be killed'
             self._log.warning("l2_adapter_may_hang", adapter=self.name, advice=advice)
         in_use()
 

@@ -65,7 +65,7 @@ class DiskConfig(msgspec.Struct, frozen=True, kw_only=True):
     base_path: Annotated[str, says("The log's directory; only one server may use it.", min_length=1)]
     capacity_gb: Annotated[float, says(
         "GB that the log may take; the oldest segment is evicted first.",
-        ge=MIN_CAPACITY_BYTES / GB, le=1 << 30, extra={"missing": "must be the number of GB that the log may take"})]
+        ge=MIN_CAPACITY_BYTES / GB, le=1 << 30, extra={"missing": "must be the maximum size of the log in GB"})]
     segment_mb: Annotated[Annotated[float, Meta(ge=LEAST_BLOCKS * BLOCK_BYTES / MB, le=8 << 10)] | None, says(
         "MB of a segment, at most a sixteenth of `capacity_gb`; not set: derived from `capacity_gb`.")] = None
     min_free_gb: Annotated[float, says("GB to leave free on the file system.", ge=0, le=1 << 30)] = 1

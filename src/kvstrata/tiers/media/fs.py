@@ -106,7 +106,9 @@ def _prepare(config: FsConfig, place: Place, name: str) -> Make:
             place.log_no_effect(field, "a record is read in one piece, by the workers of num_workers")
     size_gb, same_gb = config.capacity_gb, config.max_capacity_gb
     if size_gb is not None and same_gb is not None and size_gb != same_gb:
-        raise place.wrong("max_capacity_gb", same_gb, "is another name for capacity_gb; give one of them")
+        raise place.wrong(
+            "max_capacity_gb", same_gb, "must equal capacity_gb, its other name; remove one of them"
+        )
     free_gb = config.min_free_gb
     return functools.partial(
         FsAdapter,
@@ -128,7 +130,7 @@ def _check_tmp_dir(tmp: str, place: Place) -> None:
     if os.path.isabs(tmp) or any(part in ("", ".", "..") or "\0" in part for part in parts):
         raise place.wrong("relative_tmp_dir", tmp, "must be a plain path below base_path")
     if re.fullmatch("[0-9a-f]{2}", parts[0]):
-        must = "must not begin with a directory of two hex digits, since records lie in such directories"
+        must = "must not begin with a directory of two hex digits, since such directories hold the records"
         raise place.wrong("relative_tmp_dir", tmp, must)
 
 

@@ -28,7 +28,7 @@ class PluginConfig(msgspec.Struct, frozen=True, kw_only=True):
 def _prepare(config: PluginConfig, place: Place, name: str) -> Make:
     if config.config_class_name is not None:
         advice = (
-            "classes for LMCache do not fit: write a StorageAdapter (docs/writing-an-adapter.md), which gets "
+            "LMCache's classes do not fit; write a StorageAdapter (docs/writing-an-adapter.md), which gets "
             "adapter_params as keyword arguments, and remove the field"
         )
         raise place.refused("config_class_name", config.config_class_name, advice)

@@ -73,7 +73,7 @@ def _prepare(config: MooncakeConfig, place: Place, name: str) -> Make:
             raise place.wrong(key, value, must)
     for key in ("local_hostname", "metadata_server"):
         if key not in setup:
-            raise place.wrong(key, None, "must be given, since Mooncake's setup requires it")
+            raise place.wrong(key, None, "must be set, since Mooncake's setup requires it")
     config = msgspec.structs.replace(config, setup=setup, replicate=replicate)
     return lambda: MooncakeAdapter(config, name=name)
 

@@ -103,7 +103,7 @@ def _named(config: RespConfig, place: Place) -> tuple[str, tuple[Address, ...]]:
     """The field that says where the servers are, and their addresses. Raises ConfigError."""
     source = _one_of(config, place, PLACES)
     if source is None:
-        must = f"must name the server, or give {' or '.join(PLACES[1:])} instead"
+        must = f"must name the server if none of {', '.join(PLACES[1:])} is given"
         raise place.wrong("host", config.host, must)
     if source != "host" and config.port is not None:
         must = f"belongs to host; remove it, {source} already says where the server is"
@@ -130,7 +130,7 @@ def _check_sentinel_name(config: RespConfig, source: str, place: Place) -> None:
         raise place.wrong("sentinel_master", None, "must be a non-empty string")
     for name in ("sentinel_master", "sentinel_password_file"):
         if source != "sentinels" and (value := getattr(config, name)) is not None:
-            raise place.wrong(name, value, "needs sentinels, the addresses of the sentinels")
+            raise place.wrong(name, value, "needs `sentinels`, their addresses")
 
 
 def _addresses(value: Any, default_port: int, place: Place, name: str) -> tuple[Address, ...]:
@@ -142,7 +142,7 @@ def _addresses(value: Any, default_port: int, place: Place, name: str) -> tuple[
         match = re.fullmatch(r"\s*(?:\[([^\]]+)\]|([^:\[\]\s/@]+))(?::(\d{1,5}))?\s*", text)
         port = int(match[3] or default_port) if match else 0
         if match is None or not 0 < port < 65536:
-            must = f'must hold only addresses "host:port", {text.strip()!r:.80} is not one'
+            must = f'must contain only addresses "host:port", but has {text.strip()!r:.80}'
             raise place.wrong(name, value, must)
         addresses.append(Address(match[1] or match[2], port))
     return tuple(addresses)
