@@ -246,7 +246,7 @@ class Lookups(msgspec.Struct, eq=False):
             if not self._unknown_reason_logged:
                 self._unknown_reason_logged = True
                 log.warning(
-                    "a miss has a reason that only the server knows: %.80r; it is counted as %s; install the server's "
+                    "unknown reason of a miss from the server: %.80r; it is counted as %s; install the server's "
                     "version of kvstrata in the engine",
                     word,
                     MissReason.FORGOTTEN,

@@ -39,8 +39,8 @@ def own_path(path: Path) -> Path:
 @functools.cache
 def _tell_passed_over(path: Path) -> None:
     log.warning(
-        "%s was made by another user, so another name is used; an XDG_RUNTIME_DIR, --socket-dir and l1.segment_dir of "
-        "your own have no names that others can take",
+        "%s belongs to another user, so another name is used; set XDG_RUNTIME_DIR, or --socket-dir and l1.segment_dir, "
+        "to folders that only you can write",
         path,
     )
 

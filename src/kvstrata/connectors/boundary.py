@@ -45,7 +45,7 @@ class Errors:
             times = self._kinds[kind]
         if times == 10 ** (len(str(times)) - 1):
             logger.error(
-                "error in the connector's %s (seen %d times): the engine goes on without the cache here",
+                "error in the connector's %s (seen %d times): the engine continues without the cache here",
                 where,
                 times,
                 exc_info=error,

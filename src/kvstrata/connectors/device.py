@@ -176,6 +176,6 @@ class DeviceMover(Mover):
         elif not self._told:
             self._told = True
             logger.error(
-                "the cache is off for this worker until it is started again; the engine goes on without it: %s",
+                "the cache is off for this worker until it is started again; the engine continues without it: %s",
                 error,
             )

@@ -186,12 +186,12 @@ class Controller(Process):
             self.log.warning(
                 "cluster_ports_open",
                 port=port_number,
-                note="--insecure: everybody who reaches this port may join the cluster and read its chunks; start "
+                note="--insecure: anyone who can reach this port can join the cluster and read its chunks; start "
                 "controller and instances without it, or give key files (kvstrata cluster init)",
             )
         if settings.monitor_ports.pull is not None or settings.monitor_ports.heartbeat is not None:
             self.log.warning("no_effect", settings="monitor_ports.pull, monitor_ports.heartbeat",
-                             why="the controller asks instances at their own ports")  # fmt: skip
+                             why="the controller reaches instances on their own ports")  # fmt: skip
         name = settings.name or NOT_IN_A_NAME.sub("-", f"{platform.node()}-{port_number}")[:64]
         election = make_election(settings, name, clock, url)
         self._cluster = cluster = Cluster(

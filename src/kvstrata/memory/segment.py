@@ -132,7 +132,9 @@ class Segment:
         if segment.backing == "files":
             hold_pool(restarts, [str(settings.directory / SESSIONS_LOCK)])
         elif not segment._keep():
-            _log.warning("segment: it ends with this process, which has no keeper (--no-supervise)")
+            _log.warning(
+                "segment: L1 is lost when this process ends, since it has no keeper (--no-supervise)"
+            )
         _log.info(
             "segment: %s (%s), %d bytes, epoch %d", found.reason, found.backing, settings.extents_bytes,
             segment.pool.epoch,
@@ -280,11 +282,11 @@ def _lessons(settings: SegmentSettings) -> bytes:
     except FileNotFoundError:
         return b""
     except OSError as error:
-        _log.warning("segment: %s: %s; the eviction policy learns anew", path, error)
+        _log.warning("segment: %s: %s; the eviction policy starts without its history", path, error)
         return b""
     if Pool.are_lessons(lessons):
         return lessons
-    _log.warning("segment: %s is damaged or of another version; the eviction policy learns anew", path)
+    _log.warning("segment: %s is damaged or of another version; the eviction policy starts without it", path)
     return b""
 
 
@@ -424,5 +426,5 @@ def _make_memfds(settings: SegmentSettings, reason: str) -> _Found:
     except BaseException:
         linux.close_all(fds)
         raise
-    _log.warning("segment: it lies in memfds: %s", reason)
+    _log.warning("segment: L1 is in memfds: %s", reason)
     return _Found(pool, parts, "memfd", False, f"made, because {reason}")

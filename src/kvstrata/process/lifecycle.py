@@ -290,7 +290,7 @@ class Process(ABC):
             self.log.info(left[0], **left[1])
 
     def _end_late(self) -> None:
-        self.log.warning("stop_cut_short", note="a thread does not end")
+        self.log.warning("stop_cut_short", note="a thread did not end")
         end_now(0)
 
     async def _drain_and_close(self, drain_s: float) -> dict[str, object]:
@@ -323,7 +323,9 @@ class Process(ABC):
             try:
                 self.log.info("reloaded", **await self.reload())
             except KvstrataError as error:
-                self.log.error("reload_failed", reason=error.message, note="everything stays as it was")
+                self.log.error(
+                    "reload_failed", reason=error.message, note="the previous settings stay in force"
+                )
             self._systemd.ready(self.standing())
 
     async def _feed_watchdog(self, pause_s: float) -> None:

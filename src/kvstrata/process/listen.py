@@ -50,7 +50,7 @@ def read_token(settings: ListenSettings, *, insecure: bool) -> str:
         return read_bearer_token(settings.token_file, TOKEN_FIELD)
     if not is_loopback(settings.host) and not insecure:
         raise ConfigError(
-            f"http.host: {settings.host!r} is not loopback: set http.token_file, or --insecure to go without",
+            f"http.host: {settings.host!r} is not loopback: set http.token_file, or use --insecure to need no token",
             field="http.host",
         )
     return "" if insecure else fresh_token()
@@ -129,19 +129,19 @@ def warn_if_open(settings: ListenSettings, token: str, port: int, log: EventLog,
             "http_port_open",
             host=settings.host,
             port=port,
-            note="--insecure: everybody who reaches this port may read and change everything; set http.token_file",
+            note="--insecure: anyone who can reach this port can read and change everything; set http.token_file",
         )
 
 
 def warn_if_plain(host: str, port: int, log: EventLog) -> None:
-    """Log that other machines reach a port that speaks no TLS."""
+    """Log that other machines can reach a port without TLS."""
     if not is_loopback(host):
         log.warning(
             "port_without_tls",
             host=host,
             port=port,
-            note="whoever can listen on the network reads tokens, prompts and answers: put a proxy or a mesh with TLS "
-            "before this port (docs/deploy.md#tls)",
+            note="anyone who reads the network's traffic sees tokens, prompts and answers: put a proxy or a mesh "
+            "with TLS in front of this port (docs/deploy.md#tls)",
         )
 
 

@@ -141,7 +141,7 @@ class ControlPort(Numbers):
         except Exception as error:
             # The RPC boundary: our own mistake in one request is answered and logged, and affects only its sender.
             self._log.error("request_failed", error=type_and_place(error))
-            self._refuse(address, seq, InternalError("the request failed here; see the log of this process"))
+            self._refuse(address, seq, InternalError("the request failed; see the log of this process"))
 
     def _refuse(self, address: Address, seq: int, error: KvstrataError) -> None:
         self.server.send(address, self._failure(seq, error))

@@ -188,8 +188,8 @@ class Housekeeping:
                 "l1_memory_missing",
                 missing_bytes=missing_bytes,
                 extents_bytes=extents_bytes,
-                advice="the file system of L1 is full and L1 uses what it got: free space there (/dev/shm), enlarge "
-                "it, or lower --l1-size-gb",
+                advice="L1 is smaller than configured, since its file system is full: free space there (/dev/shm), "
+                "enlarge it, or lower --l1-size-gb",
             )
         elif self._missing_bytes and not missing_bytes:
             self._log.info("l1_memory_complete", extents_bytes=extents_bytes)

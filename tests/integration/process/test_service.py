@@ -380,7 +380,7 @@ def test_a_thread_that_does_not_end_does_not_hold_up_the_stop(what: str) -> None
     process.terminate()
     _, log = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert log.splitlines()[-1].endswith('stop_cut_short note="a thread does not end"')
+    assert log.splitlines()[-1].endswith('stop_cut_short note="a thread did not end"')
 
 
 def test_a_process_ends_with_its_terminal() -> None:

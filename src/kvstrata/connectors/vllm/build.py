@@ -188,8 +188,8 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: Block
     policy = outer_transfer(config).kv_load_failure_policy
     if policy != "recompute":
         logger.warning(
-            "kv_load_failure_policy is %r: a request whose cached KV turns out to be bad will fail; set it to "
-            '"recompute" in --kv-transfer-config to have it computed instead',
+            "kv_load_failure_policy is %r: a request whose cached KV cannot be loaded will fail; set it to "
+            '"recompute" in --kv-transfer-config to compute the KV instead',
             policy,
         )
     kv_bytes = own_kv_bytes(setup)
@@ -204,16 +204,16 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: Block
     client.start()
     unusable = no_reuse_reason(config)
     if unusable:
-        logger.warning("the cache is off for this engine, nothing is loaded or stored: %s", unusable)
+        logger.warning("the cache is off for this engine, which neither loads nor stores: %s", unusable)
     counted = media_are_counted(config)
     if counted:
         logger.warning(
-            "requests with images or other media are computed without the cache: with --mm-processor-cache-gb 0 "
-            "and --no-enable-prefix-caching vLLM numbers media instead of hashing them"
+            "requests with images or other media do not use the cache: with --mm-processor-cache-gb 0 "
+            "and --no-enable-prefix-caching, vLLM numbers media instead of hashing them"
         )
     no_load = no_load_reason(config)
     if no_load:
-        logger.warning("nothing is loaded by this engine: %s", no_load)
+        logger.warning("this engine loads nothing from the cache: %s", no_load)
     places = socket_dirs(settings.socket_dir, settings.port)
     events = config.kv_events_config
     wants_events = settings.enable_kv_events or bool(events and events.enable_kv_cache_events)

@@ -134,7 +134,7 @@ class RequestKeys:
         """See `SchedulerSide.reset`."""
         if not engine_empty:
             logger.warning(
-                "the cache was reset while vLLM held blocks of its own: KV computed from these is not stored until "
+                "the cache was reset while requests held blocks: KV computed from these blocks is not stored until "
                 "the cache is reset with no request running, or the weights prove to be the same"
             )
         self.generation += 1

@@ -454,8 +454,8 @@ class SchedulerSide:
         """Log the workers' reports on the weights."""
         if not self._weights.can_tell:
             logger.warning(
-                "not every worker can tell its weights: after each reset of vLLM's caches%s this engine finds nothing "
-                "that was stored before, and shares nothing with others",
+                "some workers cannot fingerprint their weights: after each reset of vLLM's caches%s this engine finds "
+                "no chunk stored before, and shares none with other engines",
                 "" if self._weights.named else ", and after each start,",
             )
         elif self._weights.named:

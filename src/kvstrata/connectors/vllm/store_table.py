@@ -228,8 +228,8 @@ class StoreTable:
         lost = [step for step in self._unconfirmed if plan.step - step > UNCONFIRMED_STEPS]
         if lost:
             logger.warning(
-                "workers did not report how loads of %d steps ended, so these loads count as failed: KV computed from "
-                "the blocks that vLLM has now is not stored until the cache is reset with no request running",
+                "workers did not report the outcome of loads in %d steps, so these loads count as failed: KV computed "
+                "from vLLM's present blocks is not stored until the cache is reset with no request running",
                 len(lost),
             )
             for step in lost:

@@ -218,7 +218,7 @@ class WorkerSide(_Copies):
         for entry in lost:
             if not entry.job.wait_gathered(max(0.0, deadline - self._now())):
                 # Its job is cancelled and never commits, so a torn copy is never visible.
-                logger.warning("a copy from blocks that are reused is slow (store %d)", entry.store.store_id)
+                logger.warning("a copy from blocks that vLLM reuses is slow (store %d)", entry.store.store_id)
             self._count("stores_preempted", entry.store.request_id in plan.preempted)
 
     def start_loads(self, *, layerwise: bool = False) -> None:

@@ -203,7 +203,7 @@ class Envoy:
             self._log.warning("requests_lost", count=count, note="Envoy did not report their end")
         if (refused := counts.get("downstream_global_cx_overflow", "0")) != self._refused:
             self._refused = refused
-            note = f"at most {connections(self._settings)} at a time, by the limit of open files (ulimit -n)"
+            note = f"the limit of open files (ulimit -n) allows {connections(self._settings)} connections"
             self._log.warning("connections_refused", count=refused, note=note)
 
     async def drain(self) -> None:

@@ -137,7 +137,7 @@ class Question(asyncio.Protocol):
                 self._page(path, headers)
         except Exception as error:  # the boundary of the port: a defect of the gateway ends one request
             self._front.log.error("request_crashed", path=path, error=type_and_place(error))
-            self._refuse(Failure(500, "defect", "a defect of the gateway; see its log"), path)
+            self._refuse(Failure(500, "defect", "a bug in the gateway; see its log"), path)
         finally:
             self._task = None
 

@@ -70,9 +70,9 @@ def member_keys(
     if settings.security.insecure:
         EventLog("cluster").warning(
             "cluster_ports_open",
-            note="--insecure: this instance believes whoever listens on the controller's port, and lets everybody who "
-            "reaches its port for peers read its chunks; start all processes of the cluster without it, or give key "
-            "files (kvstrata cluster init)",
+            note="--insecure: this instance trusts any process on the controller's port, and lets anyone who can reach "
+            "its port for peers read its chunks; start all processes of the cluster without it, or give key files "
+            "(kvstrata cluster init)",
         )
         keys = open_keys(secret)
         why = "this instance was started with --insecure, and the controller without; start both in the same way"
