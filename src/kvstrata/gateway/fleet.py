@@ -348,8 +348,9 @@ class Fleet:
         if known is None:
             found = [target for engine in self.serving(model, but) for target in engine.targets]
             generations = {target.name: target.generation for target in found}
-            targets = [target for target in found if target.place.role != "prefill"] or found
-            helpers = [target for target in found if target not in targets]
+            answering = [target for target in found if target.place.role != "prefill"]
+            helpers = [target for target in found if target.place.role == "prefill"] if answering else []
+            targets = answering or found
             known = Serving(targets, [target.load for target in targets], generations, helpers)
             if not but:
                 if len(self._serving) >= MAX_MODELS:
