@@ -28,7 +28,7 @@ bool CALL(get_metadata_string)(void*, int, Text name, Text key, Text* value);
 void CALL(set_dynamic_metadata_string)(void*, Text name, Text key, Text value);
 
 #define TEXT(literal) ((Text){literal, sizeof(literal) - 1})
-enum { COUNTS = 5, CONTENT = COUNTS, FAILURE, OTHER, ID, REASON, TYPE };  // from ID on: the value's text is kept
+enum { COUNTS = 5, CONTENT = COUNTS, FAILURE, ECHO, OTHER, ID, REASON, TYPE };  // from ID on: the value's text is kept
 enum { MAX_KEY = 30, MAX_TEXT = 140 };
 #define IS(kind, literal) {kind, {literal, sizeof(literal) - 1}}
 static const struct {
@@ -39,15 +39,18 @@ static const struct {
     IS(2, "output_tokens"), IS(3, "cache_read_input_tokens"), IS(4, "cache_creation_input_tokens"),
     IS(CONTENT, "content"), IS(CONTENT, "text"), IS(CONTENT, "delta"), IS(CONTENT, "reasoning_content"),
     IS(CONTENT, "reasoning"), IS(CONTENT, "thinking"), IS(CONTENT, "arguments"), IS(CONTENT, "partial_json"),
+    IS(ECHO, "tools"), IS(ECHO, "metadata"), IS(ECHO, "schema"), IS(ECHO, "schema_"), IS(ECHO, "input"),
+    IS(ECHO, "input_messages"),  // the client's own words, in which any key may stand
     IS(FAILURE, "error"), IS(ID, "id"), IS(REASON, "finish_reason"), IS(REASON, "stop_reason"), IS(TYPE, "type"),
 };
 
 typedef struct {
-  enum { OUT, KEY, KEY_ESCAPE, AFTER, VALUE, NUMBER, STRING, STRING_ESCAPE } state;  // of the scan of the JSON
+  enum { OUT, AFTER, VALUE, NUMBER, KEY, KEY_ESCAPE, STRING, STRING_ESCAPE } state;  // of the scan of the JSON
   bool inserts, watches, stream, ended, failed;
   int pipe, kind, length;
   char key[MAX_KEY], id[MAX_TEXT + 1], reason[MAX_TEXT + 1];  // id: of the stored response; reason: finish reason
   size_t size;
+  long depth, echo;  // brackets that are open; those in which an echo lies, 0: outside
   long events, number, counts[COUNTS];
   double first_s, last_s;
 } Watch;
@@ -77,7 +80,7 @@ static void content(Watch* self, void* envoy) {
 static int kind_of(Watch* self) {
   for (size_t i = 0; i < sizeof KEYS / sizeof KEYS[0]; i++) {
     const Text key = KEYS[i].key;
-    if ((size_t)self->length == key.length && !memcmp(self->key, key.ptr, key.length)) return KEYS[i].kind;
+    if (!self->echo && (size_t)self->length == key.length && !memcmp(self->key, key.ptr, key.length)) return KEYS[i].kind;
   }
   return OTHER;
 }
@@ -96,6 +99,9 @@ static void scan(Watch* self, void* envoy, const char* here, size_t length) {
       while (here + 1 < end && *here != '"' && *here != '\\' && *here != '\n') here++;
     const char c = *here;
     const bool blank = c == ' ' || c == '\t' || c == '\r' || c == '\n', digit = c >= '0' && c <= '9';
+    const bool opens = c == '{' || c == '[', closes = c == '}' || c == ']';
+    if (self->state < KEY && opens) self->depth++;
+    if (self->state < KEY && closes && self->depth-- == self->echo) self->echo = 0;
     if (self->state == OUT && c == '"') {
       self->state = KEY, self->length = 0;
     } else if (self->state == KEY) {
@@ -110,6 +116,7 @@ static void scan(Watch* self, void* envoy, const char* here, size_t length) {
     } else if (self->state == VALUE && !blank) {
       self->state = c == '"' ? STRING : digit && self->kind < COUNTS ? NUMBER : OUT;
       self->size = 0, self->number = c - '0';
+      if (opens && self->kind == ECHO) self->echo = self->depth;
       self->failed |= c == '{' && self->kind == FAILURE && !self->events;
     } else if (self->state == NUMBER) {
       if (!digit) self->counts[self->kind] = self->number, self->state = OUT;

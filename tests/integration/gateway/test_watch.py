@@ -130,6 +130,8 @@ def part(**delta: Any) -> bytes:
 
 USAGE = {"prompt_tokens": 11, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 7}}
 ALL = {"prompt": 11, "cached": 7, "completion": 5}
+OWN = {"a": "{}", "content": "x", "error": {"b": [{"c": {}}]}, "id": "resp_2", "prompt_tokens": 99}
+"""A client's own words: what a tool is called with, the names of its parameters, metadata."""
 BEGIN = part(role="assistant", content="")
 REASONS = {
     "a chat": "stop",
@@ -204,6 +206,14 @@ STREAMS: dict[str, tuple[bytes, int, dict[str, int]]] = {
         1,
         {"prompt": 11, "completion": 5},
     ),
+    "responses that tell what was asked": (
+        event({"type": "response.created", "response": {"id": "resp_1", "metadata": OWN, "tools": [OWN, {}]}})
+        + event({"type": "x", "response": {"text": {"format": {"schema": OWN}}, "tools": []}})
+        + event({"type": "response.output_text.delta", "item_id": "msg_1", "delta": "a"})
+        + event({"type": "x", "response": {"tools": [OWN], "usage": USAGE}}),
+        1,
+        ALL,
+    ),
     "responses with calls": (
         event({"type": "response.created", "response": {"id": "resp_1", "tools": [{"type": "function"}]}})
         + event({"type": "response.function_call_arguments.delta", "delta": "{"})
@@ -241,7 +251,13 @@ async def test_tokens_of_streams_are_told_however_they_are_cut(scene: Scene, siz
 
 async def test_usage_of_whole_answers_is_found_wherever_it_stands(scene: Scene) -> None:
     long = {"prompt_logprobs": [{"1": {"logprob": -1.5, "decoded_token": '"a"\\'}}] * 4_000}
-    for document in ({"usage": USAGE, **long}, {**long, "usage": USAGE}, {"choices": [], "usage": USAGE}):
+    called = {"content": [{"type": "tool_use", "input": OWN}]}
+    for document in (
+        {"usage": USAGE, **long},
+        {**long, "usage": USAGE},
+        {"choices": [], "usage": USAGE},
+        {"usage": USAGE, **called},
+    ):
         for indent in (None, 2):
             body = json.dumps(document, indent=indent).encode()
 
@@ -255,7 +271,7 @@ async def test_usage_of_whole_answers_is_found_wherever_it_stands(scene: Scene) 
             ):
                 assert await response.read() == body
             marks = await scene.end()
-            assert (marks.tokens, marks.whole, marks.failed) == (ALL, True, False)
+            assert (marks.tokens, marks.whole, marks.failed, marks.response) == (ALL, True, False, "")
             assert marks.first_s > 0
 
 

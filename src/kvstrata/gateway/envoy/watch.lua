@@ -2,6 +2,7 @@
 -- It writes the marks into the metadata at each token and at the end; the access log reports them while an answer runs.
 local AUTHZ, MAX_CARRY = "envoy.filters.http.ext_authz", 65536
 local CONTENT = {"content", "text", "delta", "reasoning_content", "reasoning", "thinking", "arguments", "partial_json"}
+local ECHO = {"tools", "metadata", "schema", "schema_", "input", "input_messages"}
 local COUNTS = {
   {"prompt_tokens", "input_tokens"}, {"cached_tokens"}, {"completion_tokens", "output_tokens"},
   {"cache_read_input_tokens"}, {"cache_creation_input_tokens"},
@@ -48,6 +49,9 @@ function envoy_on_response(handle)
     mark(0)
   end
   local function scan(line)
+    for _, key in ipairs(ECHO) do
+      for _, brackets in ipairs({"%b{}", "%b[]"}) do line = line:gsub('([^\\]"' .. key .. '"%s*:%s*)' .. brackets, "%1") end
+    end
     if stream then
       local count = 0
       for _, pattern in ipairs(HAS) do
