@@ -378,18 +378,24 @@ class Requests:
             parts.choosing.ended(choice, answered=False)
             request.choice = None
         parts.meters.retries[outcome] += max(0, marks.attempts - 1)
-        if marks.first_s:
-            walls_s = parts.now_s() - time.time()
-            self._first(request, min(parts.now_s(), walls_s + marks.first_s))
-            request.first_s = request.first_s or walls_s + marks.first_s
-            request.last_s = max(request.first_s, walls_s + marks.last_s)
+        first_s, last_s = marks.first_s, marks.last_s
+        if outcome == OK and not (
+            first_s or marks.failed
+        ):  # a whole answer without content: its prompt was computed
+            first_s = last_s = time.time()
+        if first_s:
+            now_s = parts.now_s()
+            walls_s = now_s - time.time()
+            self._first(request, min(now_s, walls_s + first_s))
+            request.first_s = request.first_s or min(now_s, walls_s + first_s)
+            request.last_s = max(request.first_s, min(now_s, walls_s + last_s))
         if request.asked.model in choice.engine.models:
             request.model = request.asked.model
         request.events, request.failed_inside, request.tokens = marks.events, marks.failed, marks.tokens
         if request.choice is not None and outcome == OK and not request.is_hinted:
             word = answer_id(request.head.path, request.head.word, marks.response)
             parts.controllers.ended(choice.engine, word, marks.reason or ("stop" if marks.response else ""))
-        if marks.response and request.engine:
+        if marks.response:
             parts.reader.answered(request, marks.response)
         self.end(request, outcome)
 

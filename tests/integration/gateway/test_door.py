@@ -350,7 +350,7 @@ async def test_a_tenants_tokens_are_limited_and_count_at_least_as_a_quarter_of_t
     start, session, tmp_path
 ):
     engine = ScriptedEngine()
-    limits = {"red": {"tokens_per_s": 0.001, "tokens_burst": 30}}
+    limits = {"red": {"tokens_per_s": 0.001, "tokens_burst": 60}}
     gateway = await start(engine, tenants=tenants(tmp_path, **limits))
 
     async def outcome_of(name: str, **more: Any) -> tuple[int, str]:
@@ -363,6 +363,21 @@ async def test_a_tenants_tokens_are_limited_and_count_at_least_as_a_quarter_of_t
     found = await gateway.samples(session)
     used = found['kvstrata_gateway_tenant_used_tokens{tenant="red"}']
     assert 0 <= len(json.dumps(ask())) // 4 - used < 0.1, "more than the 16 tokens that the engine tells"
+
+    async def empty(got: Got, line: Line) -> None:
+        await line.begin()
+        await line.event({"choices": [], "usage": {"prompt_tokens": 29, "completion_tokens": 1}})
+        await line.end()
+
+    engine.behaviour, spent = empty, used
+    short = {"model": "m", "prompt": "a", "stream": True}
+    async with session.post(f"{gateway.url}/v1/completions", json=short, headers=bearer("red")) as response:
+        assert response.status == 200, await response.text()
+        await response.read()
+    await at_rest(gateway, session)
+    used = (await gateway.samples(session))['kvstrata_gateway_tenant_used_tokens{tenant="red"}']
+    assert 0 <= spent + 30 - used < 0.1, "an answer without content has taken its prompt"
+    engine.behaviour = chat
     long = {"messages": [{"role": "user", "content": "word " * 30}]}
     assert await outcome_of("red", **long) == (429, "tenant_tokens")
     assert await outcome_of("blue", **long) == (200, "")
