@@ -19,6 +19,7 @@ from kvstrata.gateway.prefixes import TOKEN_BYTES, keys_of
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.routes import (
     MAX_SESSION_CHARS,
+    RESPONSES,
     ROUTES,
     Asked,
     asked,
@@ -85,6 +86,9 @@ class Reader:
         if after and tenant is not None and owner != tenant.name:
             says = f"no stored response of yours has the id {after!a:.200}"
             return Failure(404, "response_not_found", says, "" if response else "previous_response_id")
+        if not self._may_have(request, found.response_id):
+            says = "request_id: somebody else has a response of this id; leave it out"
+            return Failure(400, "id_taken", says, "request_id")
         given = next((headers[name] for name in SESSIONS if headers.get(name)), b"").decode("latin-1")
         prompt = ids_in(found.text) if self.settings.predicts else None
         return Wanted(
@@ -123,11 +127,23 @@ class Reader:
         return min(most, int(given)) if given.isdigit() and len(given) <= 9 else 0
 
     def answered(self, request: Request, response: str) -> None:
-        """Remember the engine and the tenant of a response that an answer names as stored."""
+        """Remember the engine and the tenant of a response that an answer names as stored.
+
+        Answers on other paths do not count, since clients can make an engine write any id there, nor does the id of
+        another tenant's response.
+        """
+        if not (
+            request.engine and request.head.path.startswith(RESPONSES) and self._may_have(request, response)
+        ):
+            return
         self._made_by[response] = request.engine, request.sender
         self._made_by.move_to_end(response)
         if len(self._made_by) > MAX_RESPONSES:
             self._made_by.popitem(last=False)
+
+    def _may_have(self, request: Request, response: str) -> bool:
+        """Whether no other tenant has a response of this id."""
+        return self._made_by.get(response, ("", request.sender))[1] == request.sender
 
     def _keys(self, found: Asked, prompt: array[int] | None, tenant: str) -> list[bytes]:
         """The keys of the prompt's pieces; empty if the policy does not use them."""

@@ -315,7 +315,7 @@ class Requests:
         if (request := self._by_number.get(number)) is not None:
             if first:
                 self._first(request, at_s)
-            if response and request.engine:
+            if response:
                 self.parts.reader.answered(request, response)
 
     def told(self, marks: Marks, now_s: float) -> None:

@@ -84,6 +84,8 @@ class Asked(NamedTuple):
     repeatable: bool = True
     after_response: str = ""
     """Id of the stored response that this request continues; only the engine that made the response has it."""
+    response_id: str = ""
+    """Id that the request chooses for its response; empty: the engine draws one."""
     text: bytes = b""
     """JSON text of the prompt: messages, prompt or input."""
     context: bytes = b""
@@ -110,6 +112,7 @@ class _Body(msgspec.Struct):
     metadata: Any = None
     prompt_cache_key: Any = None
     previous_response_id: Any = None
+    request_id: Any = None
     store: Any = None
     background: Any = None
     stream: Any = None
@@ -212,6 +215,7 @@ def asked(path: str, route: Route, body: bytes) -> Asked | Failure:
         session[:MAX_SESSION_CHARS],
         route.repeatable and not stores,
         after,
+        found.request_id if path == RESPONSES and isinstance(found.request_id, str) else "",
         text,
         b"\0".join(more),
         _text_of(found.cache_salt),

@@ -62,20 +62,32 @@ async def test_no_model_is_refused_where_several_are_served_and_aliases_are_not_
 
 async def test_a_stored_response_is_its_tenants_alone(start, session, tmp_path):
     async def respond(got, line):
-        await line.answer({"id": "resp_1", "object": "response"})
+        """Give a response the id that is asked for, and call a tool with it on other paths."""
+        call = {"type": "tool_use", "input": 1, "id": "resp_1"}
+        is_chat = got.target == "/v1/messages"
+        named = json.loads(got.body or b"{}").get("request_id", "resp_1")
+        await line.answer({"content": [call]} if is_chat else {"id": named, "object": "response"})
 
     engine = ScriptedEngine(behaviour=respond)
     gateway = await start(engine, tenants=tenants(tmp_path))
     place, body = f"{gateway.url}/v1/responses", {"model": "m", "input": "x"}
     assert await status_of(session.post(place, json=body, headers=bearer("red"))) == 200
+    assert (
+        await status_of(session.post(f"{gateway.url}/v1/messages", json=body, headers=bearer("blue"))) == 200
+    )
+    for taken, status in (("resp_1", 400), ("resp_2", 200)):
+        named = {**body, "request_id": taken}
+        assert await status_of(session.post(place, json=named, headers=bearer("blue"))) == status
     await at_rest(gateway, session)
+    engine.got.clear()
     for name, status in (("blue", 404), ("red", 200)):
         headers = bearer(name)
         assert await status_of(session.get(f"{place}/resp_1", headers=headers)) == status
         assert await status_of(session.post(f"{place}/resp_1/cancel", headers=headers)) == status
         further = {**body, "previous_response_id": "resp_1"}
         assert await status_of(session.post(place, json=further, headers=headers)) == status
-    assert len(engine.got) == 4
+    assert len(engine.got) == 3
+    assert await status_of(session.get(f"{place}/resp_2", headers=bearer("blue"))) == 200
 
 
 async def test_metrics_need_the_operators_token_where_there_are_tenants(start, session, tmp_path):
@@ -185,4 +197,21 @@ async def test_clients_of_http_2_without_tls_send_and_read_streams(start, sessio
         assert said.endswith("2 200") and '"prompt_tokens": 11' in said
         assert ("data: [DONE]" in said) == stream
     assert len(engine.got) == 2
+    await at_rest(gateway, session)
+
+
+async def test_a_client_of_http_1_0_is_answered(start, session):
+    """nginx asks so, unless its configuration says otherwise."""
+    gateway = await start(ScriptedEngine())
+    for stream in (False, True):
+        body = json.dumps(ask(stream)).encode()
+        head = (
+            f"POST {CHAT} HTTP/1.0\r\nhost: localhost:{gateway.port}\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(head.encode() + body)
+        got = await reader.read()
+        writer.close()
+        assert got.split(b" ", 2)[1] == b"200", got
+        assert got.endswith(b"data: [DONE]\n\n" if stream else b"}") and b"chunked" not in got
     await at_rest(gateway, session)
