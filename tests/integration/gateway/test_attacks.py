@@ -139,6 +139,11 @@ async def test_long_bodies_of_one_tenant_that_never_end_take_bounded_memory_and_
             line = stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port)))
             await asyncio.to_thread(send, line)
         assert await envoy_mb(gateway, session) < limit_mb + 300
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(head)
+        refusal = await reader.readuntil(b"}}")
+        assert b" 503 " in refusal and b"retry-after: 1" in refusal and b'"overloaded"' in refusal
+        writer.close()
         image = json.dumps(ask(user="x" * (20 << 20))).encode()
         headers = {**bearer("blue"), "Content-Type": "application/json"}
         assert await status_of(session.post(gateway.url + CHAT, data=image, headers=headers)) == 200

@@ -153,7 +153,7 @@ class Question(asyncio.Protocol):
         cut = head.headers.get(PARTIAL) == b"true" or (parts_only and len(body) >= READ_BYTES)
         decided = await requests.decide(request, body, cut=cut)
         if isinstance(decided, Failure):
-            self._refuse(decided, head.path, chooses=True)
+            self._refuse(decided, head.path)
         elif self.transport.is_closing():
             requests.end(request, CANCELLED)
         else:
@@ -190,12 +190,11 @@ class Question(asyncio.Protocol):
             says = f"model: no engine here has {name!a:.200}"
             self._refuse(Failure(404, "model_not_found", says, "model"), path)
 
-    def _refuse(self, failure: Failure, path: str, *, chooses: bool = False) -> None:
-        """`chooses`: Envoy gets the refusal in place of a choice."""
+    def _refuse(self, failure: Failure, path: str) -> None:
         headers = [("content-type", "application/json")]
         if failure.retry_after_s:
             headers.append(("retry-after", str(failure.retry_after_s)))
-        status = UNAVAILABLE if failure.status == 503 and chooses else failure.status
+        status = UNAVAILABLE if failure.status == 503 else failure.status
         self._write(status, headers, error_body(failure, path))
 
     def _json(self, status: int, value: object) -> None:
