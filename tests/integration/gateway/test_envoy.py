@@ -92,6 +92,25 @@ async def test_with_tenants_nobody_passes_a_picker_that_does_not_answer(start, s
     assert not engine.got
 
 
+async def test_answers_go_on_while_envoy_cannot_be_told_of_engines(start, session):
+    engines = [ScriptedEngine(behaviour=endless), ScriptedEngine()]
+    gateway = await start(engines[0])
+    async with session.post(gateway.url + CHAT, json=ask(True)) as other:
+        await other.content.readuntil(b"\n\n")
+        folder = folder_of((await gateway.status(session))["envoy_pid"])
+        (folder / "engines.part").mkdir()  # as on a disk that is full
+        async with engines[1]:
+            gateway.reload(engines=[{"url": engine.url} for engine in engines])
+            await gateway.until_engine(session, engines[1].name, "up")
+            await eventually_async("it says so", lambda: "engines_not_written" in gateway.log.read_text())
+            assert await status_of(session.get(f"{gateway.url}/readyz")) == 200
+            (folder / "engines.part").rmdir()
+            told = folder / "engines.json"
+            await eventually_async("Envoy knows it", lambda: str(engines[1].port) in told.read_text())
+            await engines[0].stop()
+            assert await status_of(session.post(gateway.url + CHAT, json=ask())) == 200
+
+
 async def pieces(body: bytes) -> AsyncIterator[bytes]:
     """A body in a thousand pieces."""
     size = len(body) // 1_000

@@ -116,13 +116,23 @@ class Envoy:
         return self._process.pid if self._process is not None else 0
 
     def write_engines(self) -> None:
-        """Update the endpoints file if the engines have changed; Envoy reloads it at once after the rename."""
+        """Update the endpoints file if the engines have changed; Envoy reloads it at once after the rename.
+
+        If it cannot be written, it is tried again at the next change, and by `watch`.
+        """
         content = engines_file(self._fleet)
         if content != self._written:
-            self._written = content
             partial = self.place.folder / "engines.part"
-            partial.write_bytes(content)
-            partial.rename(self.place.engines)
+            try:
+                partial.write_bytes(content)
+                partial.rename(self.place.engines)
+            except OSError as error:
+                if not self.place.folder.exists():
+                    raise  # only a start makes another one
+                note = "Envoy goes on with the engines that it knows"
+                self._log.repeated(30, "", "engines_not_written", reason=str(error), note=note)
+                return
+            self._written = content
 
     async def start(self, path: str, version: tuple[int, int]) -> None:
         """Start Envoy, and wait until it is ready. The picker must listen already. Raises ConfigError."""
@@ -186,6 +196,7 @@ class Envoy:
                 async with asyncio.timeout(LOOK_S):
                     await ended.wait()
             except TimeoutError:
+                self.write_engines()
                 await self._look()
                 continue
             finally:
