@@ -194,8 +194,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         "The engine's URL. `dns+http://NAME:PORT` stands for an engine at each address of NAME, which is resolved "
         "again every `health.probe_s`: a headless service of Kubernetes, for example. `unix:/PATH` is the socket of an "
         "engine on this host (vLLM's `--uds`).",
-        pattern=r"^((dns\+)?https?://[^\s/?#@]+/?|unix:/[^\s,]{1,106})$",
-        demand="must be http://HOST:PORT, https://HOST:PORT, dns+http://NAME:PORT or unix:/PATH (107 bytes at most)")]
+        pattern=r"^((dns\+)?https?://[^\s/?#@]+/?|unix:/[!-+\--~]{1,106})$",
+        demand="must be http://HOST:PORT, https://HOST:PORT, dns+http://NAME:PORT or unix:/PATH (ASCII, 107 at most)")]
     name: Annotated[str, says(
         "Name in logs and metrics; empty: host and port.",
         pattern=r"^[A-Za-z0-9._:\[\]-]{0,128}$", demand="must be at most 128 letters, digits and . _ : - []")] = ""

@@ -45,6 +45,9 @@ class _Loader(yaml.SafeLoader):
             node.value[index] = named, value
         return node
 
+    def construct_document(self, node: yaml.Node) -> Any:
+        return self.construct_object(node, deep=True)  # which refuses an alias within itself
+
 
 def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int:
     text = loader.construct_scalar(node)

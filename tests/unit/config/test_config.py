@@ -115,6 +115,7 @@ def test_yaml_means_what_is_written(tmp_path):
     [
         (f"chunk_size: {'9' * 5000}\n", "int"),
         ("[" * 1500, "nested too deep"),
+        ("server: &a [{host: *a}]\n", "recursive"),
     ],
 )
 def test_yaml_without_measure_is_refused(tmp_path, text, says):
