@@ -45,6 +45,8 @@ MAX_PREFILLED = 1_024
 """Maximum number of checks that wait for another engine's prefill, with the contracts `nixl` and `mooncake`."""
 MAX_ASKED = 256
 """Maximum number of other checks at the picker at a time; each takes a file descriptor."""
+TRUSTS_NOBODY = {"verify_certificate_hash": ["00" * 32]}
+"""Accepts no certificate, for hosts without CA certificates."""
 STREAM, STREAM_ID = "x-kv-stream", "%CONNECTION_ID%.%START_TIME(%s%9f)%"
 """Header and format of Envoy's own id of a request, unique even if a client reuses an `x-request-id`."""
 LINE = (
@@ -89,16 +91,18 @@ def configuration(settings: GatewaySettings, place: Place, pipe: int) -> dict[st
     asked = MAX_ASKED + (settings.queue.max_requests or MAX_PREFILLED if holds else 0)
     # Without such waits a check takes about a millisecond, so a picker that is frozen delays a request by 1 s only.
     waits_s = patience(1.0) + settings.tokens.deadline_ms / 1_000
+    known = authorities()
+    has_authorities = Path(known).is_file()
     values: dict[str, Any] = {
         "admin": str(place.admin),
         "asked": asked,
-        "authorities": authorities(),
         "buffer": READ_BYTES,
         "check": f"{patience(0.5):g}s",
         "connections": connections(settings),
         "engines": str(place.engines),
         "enters": 100 if settings.tenants else 0,
         "flush": {"access_log_flush_interval": "0.25s"} if pipe < 0 else {},
+        "has_authorities": has_authorities,
         "heap_bytes": heap_bytes(),
         "host": place.host,
         "line": LINE,
@@ -115,6 +119,7 @@ def configuration(settings: GatewaySettings, place: Place, pipe: int) -> dict[st
         "silence": f"{settings.timeouts.silence_s:g}s",
         "too_large": error_body(TOO_LARGE, "").decode(),
         "too_long": MAX_BODY_BYTES + 1,
+        "trusts": {"trusted_ca": {"filename": known}} if has_authorities else TRUSTS_NOBODY,
         "unavailable": UNAVAILABLE,
         "unsized": UNSIZED_BYTES if settings.tenants else READ_BYTES,
         "waits": f"{settings.timeouts.silence_s if holds else waits_s:g}s",
@@ -167,7 +172,7 @@ def connections(settings: GatewaySettings) -> int:
 
 
 def authorities() -> str:
-    """The file of the CA certificates that this host trusts."""
+    """The file of the CA certificates that this host trusts; small containers do not have it."""
     paths = ssl.get_default_verify_paths()
     return os.environ.get("SSL_CERT_FILE") or paths.cafile or "/etc/ssl/certs/ca-certificates.crt"
 
