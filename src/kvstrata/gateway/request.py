@@ -270,7 +270,7 @@ class Requests:
         if ids is not None and parts.tokens.takes_ids(choice.engine, model):
             told["prompt_token_ids"] = list(ids)
         if told:
-            fields["kv_transfer_params"] = fields.get("kv_transfer_params", {}) | told
+            fields["kv_transfer_params"] = told | fields.get("kv_transfer_params", {})
         fragment = msgspec.json.encode(fields)[1:-1] + b"," if fields else b""
         return self._chosen(request, choice, fragment)
 

@@ -21,7 +21,7 @@ ANSWERS = 8
 RETURNED = {
     "do_remote_prefill": True,
     "remote_block_ids": [[1, 2, 3]],
-    "remote_engine_id": "e",
+    "remote_engine_id": "e\u00e9\n\x7f\U0001f600",
     "remote_port": 5,
 }
 NOBODY = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")

@@ -12,6 +12,8 @@ head that is not HTTP gets 400.  A connection carries one check at a time; closi
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
@@ -206,11 +208,18 @@ class Question(asyncio.Protocol):
         self.transport.write("\r\n".join((*lines, "", "")).encode("latin-1") + body)
 
 
+def _header(json_text: str) -> str:
+    """The same JSON as a header can hold it: an engine's words in it may have any characters."""
+    if json_text.isascii() and json_text.isprintable():
+        return json_text
+    return re.sub(r"[^ -~]", lambda one: json.dumps(one[0])[1:-1], json_text)
+
+
 def _chosen(chosen: Chosen) -> list[tuple[str, str]]:
     """The response headers that tell Envoy where to send a request and what to change in it."""
     found = [(ENDPOINT, ",".join(chosen.endpoints)), (NUMBER, str(chosen.number)), *chosen.headers.items()]
     if chosen.removed:
         found.append(("x-envoy-auth-headers-to-remove", ",".join(chosen.removed)))
     if chosen.fragment:
-        found.append((FRAGMENT, chosen.fragment.decode("ascii")))
+        found.append((FRAGMENT, _header(chosen.fragment.decode())))
     return found
