@@ -239,10 +239,11 @@ async def test_a_conversation_finds_its_prefix_and_conversations_spread(engines,
 
 async def test_a_prefix_that_an_engine_has_lost_is_noticed(engines, session, start):
     gateway = await start(urls=engines[:1], policy="ttft")
+    name = engines[0].removeprefix("http://")
+    await gateway.until_engine(session, name, "up")
     body = {"model": "m", "messages": [{"role": "user", "content": "x" * 9_000}], "max_tokens": 2}
     for _ in range(2):
         assert await status_of(session.post(gateway.url + CHAT, json=body)) == 200
         await at_rest(gateway, session)  # what was sent is taken for computed once that is told
         assert await status_of(session.post(engines[0] + "/reset_prefix_cache")) == 200
-    name = engines[0].removeprefix("http://")
     await gateway.until_sample(session, f'mistaken_prefixes_total{{engine="{name}"}}', 1)
