@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 PREFILLS = 1 << 62
-"""Numbers of requests that compute a prompt for another engine are those of the requests themselves, and this."""
+"""Offset of the number of a request that prefills for another engine from that of the client's request."""
 
 
 class Wanted(NamedTuple):
@@ -49,7 +49,7 @@ class Wanted(NamedTuple):
     model: str
     """Empty: any."""
     tokens: int
-    """About how many the prompt has; at least 1."""
+    """Estimated number of tokens of the prompt; at least 1."""
     session: str = ""
     made_by: str = ""
     """The only engine that can answer, while it serves; empty: each can."""
@@ -58,28 +58,28 @@ class Wanted(NamedTuple):
     prompt: Prompt | None = None
     """Its token ids; None: not known."""
     held: Sequence[Copy] = ()
-    """What a controller knows of the prompt, see controllers/."""
+    """Where instances hold the prompt, see controllers/."""
     streams: bool = True
-    """Whether the first byte of the answer tells that the prompt was computed; otherwise the answer comes whole."""
+    """Whether the answer is streamed, so that its first byte shows that the prompt was computed."""
     slo: SloSettings | None = None
     """Its class of service."""
     arrived_s: float = 0.0
     contract: Contract = ""
-    """How one engine may compute the prompt for another; empty: none may."""
+    """The contract by which one engine may compute the prompt for another; empty: none may."""
 
 
 @dataclass(slots=True)
 class Choice:
-    """An engine for a request, what the engine was like, and what has become of the request there."""
+    """An engine chosen for a request, the engine's state at that time, and the progress of the request there."""
 
     wanted: Wanted
     engine: ServingEngine
     cached_tokens: int
-    """About how many tokens of the prompt it is taken to have cached."""
+    """Estimated number of the prompt's tokens that it has cached."""
     cached_exact: int
-    """Tokens that it has in its own cache for certain."""
+    """Number of tokens that are certainly in its own cache."""
     loadable: int
-    """Tokens that it can have by a load: those that its server holds, or that a peer does."""
+    """Number of tokens that it can load: those that its server or a peer holds."""
     at_s: float
     decision: Decision | None = None
     """None: no other engine could answer."""
@@ -96,7 +96,7 @@ class Choice:
 
     @property
     def way(self) -> Way | None:
-        """How the engine should get the prefix; None: not planned."""
+        """The planned way of getting the prefix; None: not planned."""
         return self.decision.way if self.decision is not None else None
 
 
@@ -119,20 +119,20 @@ class Choosing:
         self.prefixes = Prefixes()
         self.decisions = Decisions(now_s)
         self.teller: Teller | None = None
-        """Who tells other gateways; None: nobody."""
+        """Sends events to other gateways; None: no gateways share."""
         self._busy: dict[str, float] = {}
-        """When the loads from peers should have ended, by their names."""
+        """Time at which loads from a peer should have ended, by the peer's name."""
         self.freed: Callable[[], None] = lambda: None
-        """Called when an engine may have got room."""
+        """Called when an engine may have room again."""
         self._sent: dict[bytes, int] = {}
         """Requests in flight by the keys of their prompts' pieces."""
 
     def candidates(self, model: str, without: Iterable[ServingEngine]) -> list[ServingEngine]:
-        """What a request of a model may be sent to."""
+        """The engines to which a request for a model may be sent."""
         return self._fleet.targets(model, without).targets
 
     def choose(self, wanted: Wanted, tried: Iterable[ServingEngine] = ()) -> Choice | None:
-        """The engine for a request, but those that were tried; None if no other serves its model."""
+        """Choose the engine for a request, except those in `tried`; None if no other engine serves its model."""
         serving = self._fleet.targets(wanted.model, tried)
         if not serving.targets:
             return None
@@ -235,7 +235,7 @@ class Choosing:
         )
 
     def none_serves(self, model: str) -> Failure:
-        """Why no engine was found for a model (empty: for any)."""
+        """The refusal because no engine serves a model (empty: any model)."""
         is_known = model in self._fleet.served  # its engine may just restart
         if model and not is_known and self._fleet.knows_all_models() and not self._fleet.serving(model):
             return Failure(404, "model_not_found", f"model: no engine here has {model!a:.200}", "model")
@@ -260,7 +260,7 @@ class Choosing:
         return self._now_s() - request.arrived_s + way.ttft_s - slo.ttft_ms / 1_000
 
     def unreachable(self, slo: SloSettings, late_s: float) -> Failure:
-        """The refusal of a request whose first token would come so much too late."""
+        """The refusal of a request whose first token would come `late_s` too late."""
         says = f"the first token is expected {late_s:.2f} s later than class {slo.name!r} allows; come again later"
         return Failure(429, "slo_unreachable", says, retry_after_s=max(1, math.ceil(late_s)))
 
@@ -291,7 +291,7 @@ class Choosing:
         return max(1, choice.wanted.tokens - choice.cached_tokens)
 
     def _begins(self, choice: Choice, ready_in_s: float) -> None:
-        """The engine begins with the prompt: with a load, if it is to have one."""
+        """The engine begins with the prompt: with the load first, if one is planned."""
         wanted, engine, way = choice.wanted, choice.engine, choice.way
         loads = way is not None and way.load_tokens > 0
         if way is not None and loads and choice.flight is not None:
@@ -343,7 +343,7 @@ class Choosing:
         self.freed()
 
     def ended(self, choice: Choice, *, answered: bool) -> None:
-        """The request has ended at this engine, however. `answered`: its first token had come."""
+        """The request has ended at this engine, with any outcome. `answered`: its first token had come."""
         leg = choice.prefill
         if leg is not None and leg.flight is not None and not leg.flight.ended:
             self.ended(leg, answered=False)
@@ -360,7 +360,7 @@ class Choosing:
         self.freed()
 
     def answered(self, choice: Choice, request: Arrived) -> None:
-        """What the `usage` of an answer tells that has ended."""
+        """Apply the `usage` of an answer that has ended."""
         tokens = request.tokens
         prompt, cached = tokens.get("prompt", 0), tokens.get("cached")
         if prompt and cached is not None:
@@ -368,12 +368,12 @@ class Choosing:
         self.learn_answer(choice, tokens.get("completion", request.events))
 
     def learn_answer(self, choice: Choice, tokens: int) -> None:
-        """An answer that has ended had so many tokens."""
+        """Record the number of tokens of an answer that has ended."""
         if choice.decoded is not None:
             self._fleet.decode_rates.observe(choice.engine.name, choice.wanted.model, choice.decoded, tokens)
 
     def learn(self, choice: Choice, prompt: int, cached: int) -> None:
-        """What an answer tells: tokens of its prompt, and how many of them were cached."""
+        """Learn from an answer the number of its prompt's tokens, and how many of them were cached."""
         wanted, engine = choice.wanted, choice.engine
         if choice.kept is not None:
             choice.kept.cached_tokens = cached

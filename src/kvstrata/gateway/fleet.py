@@ -35,9 +35,9 @@ SLOW_START_S = 10.0
 LEAST_SHARE = 0.25
 MAX_NAMES = 16_384
 ASSUMED_TOKENS_S = 10_000.0
-"""Rate at which engines are taken to compute prompts until one has told its tokens."""
+"""Assumed prefill rate until one engine has reported its tokens."""
 RATED_S, RATED_EACH_S = 0.1, 0.001
-"""Least time between two looks at the measured rates, and for each engine: a look takes a millisecond."""
+"""Minimum interval of reads of the measured rates, and its increase per engine: a read takes a millisecond."""
 MAX_MODELS = 1_024
 DNS = "dns+"
 UNIX = "unix:"
@@ -53,27 +53,27 @@ class EngineState(enum.Enum):
 
 
 class Place(NamedTuple):
-    """Where an engine is."""
+    """The address of an engine, and its settings."""
 
     name: str
     address: Address
     api_key: str = ""
-    """Empty: the engine asks for none."""
+    """The engine's API key; empty: it requires none."""
     events: Source | None = None
-    """Where it publishes KV events, as the settings say; None: it is asked."""
+    """Where it publishes KV events, by the settings; None: it is asked."""
     ranks: int = 0
-    """Its data-parallel ranks, as the settings say; 0: it is asked."""
+    """Number of its data-parallel ranks, by the settings; 0: it is asked."""
     instance: str = ""
-    """The instance that it is attached to, as the settings say; empty: controllers tell."""
+    """The instance that it is attached to, by the settings; empty: instances report it."""
     role: Role = "both"
     user: str = ""
-    """Who runs it, beside root and this user, if it is on this host."""
+    """User that may run it, besides root and this user, if it is on this host."""
     bootstrap: str = ""
-    """Where its MooncakeConnector tells its id; empty: vLLM's default port at its host."""
+    """Address of its MooncakeConnector's bootstrap server; empty: vLLM's default port at its host."""
 
     @property
     def url(self) -> str:
-        """As its instance tells it."""
+        """The engine's URL in the form that its instance reports."""
         host = f"[{self.address.host}]" if ":" in self.address.host else self.address.host
         return f"{'https' if self.address.tls else 'http'}://{host}:{self.address.port}"
 
@@ -87,56 +87,56 @@ class ServingEngine:
         """`owner`: the engine whose rank this is."""
         self.place = place
         self.name = place.name
-        """In logs and metrics."""
+        """Name in logs and metrics."""
         self.rank = rank
-        """What its engine calls it; None: this is an engine."""
+        """Number of this rank in its engine; None: this is an engine."""
         self.process = owner or self
         """The engine itself."""
         self.ranks: list[ServingEngine] = []
-        """Those of an engine with several."""
+        """The ranks of an engine with several."""
         self.state = EngineState.NEW
         self.reason = "not probed yet"
         self.models: dict[str, dict[str, Any]] = {}
-        """Its entries of /v1/models, by id."""
+        """Its entries in /v1/models, by id."""
         self.load = Load(name=place.name, prefill_tokens_s=rates.rate(place.name, 0.0))
-        """What this gateway has sent it, and those that it hears of; `queue` changes it."""
+        """The requests that this gateway, and the gateways that it hears from, have sent it; changed by `queue`."""
         self.queue = Queue(self.load, rates)
         self.told: dict[Tier, LoadPath] = {}
-        """How fast its instance tells that it loads from tiers, see `rates.load_path`."""
+        """Its load rates from tiers as reported by its instance, see `rates.load_path`."""
         self.generation = 0
-        """Changes with each return, after which its cache is taken for empty."""
+        """Changes with each return, after which its cache is assumed empty."""
         self.failed_probes = 0
         self.heard_s = -math.inf
         """When it last answered a request of this gateway."""
         self.is_silent = False
         """Whether it is down by time-outs alone."""
         self.may_sleep = True
-        """Whether it may tell that it sleeps (/is_sleeping)."""
+        """Whether it may support /is_sleeping."""
         self.is_foreign = False
-        """Whether another user listens where it should."""
+        """Whether a process of another user listens at its address."""
         self.probed = asyncio.Event()
         """Set after the first probe."""
         self.up_since_s = 0.0
-        """0: it has never been up."""
+        """Time since which it is up; 0: it has never been up."""
 
     @property
     def in_flight(self) -> int:
-        """Requests of this gateway under way, those at its ranks included."""
+        """Number of this gateway's requests under way, including those at its ranks."""
         return self.queue.ours + sum(one.queue.ours for one in self.ranks)
 
     @property
     def targets(self) -> list[ServingEngine]:
-        """What requests are sent to: its ranks, or the engine itself if it has none."""
+        """The targets of its requests: its ranks, or the engine itself if it has none."""
         return self.ranks or [self]
 
 
 class Serving(NamedTuple):
-    """What requests for a model may be sent to, in one order; nobody changes it."""
+    """The targets of requests for a model, in a fixed order; immutable."""
 
     targets: list[ServingEngine]
     loads: list[Load]
     generations: dict[str, int]
-    """By name, those of `helpers` too."""
+    """Generations by name, including those of `helpers`."""
     helpers: list[ServingEngine]
     """Engines of the model that compute prompts for others, and answer only if there are no others."""
 
@@ -151,7 +151,7 @@ class Fleet:
         self.decode_rates = DecodeRates()
         self._instance_of: Callable[[ServingEngine], str] = lambda engine: ""
         self._tiers: set[Tier] = set()
-        """To which the engines' paths are known."""
+        """Tiers for which the engines' load rates are known."""
         self.peers = False
         """Whether instances read from each other."""
         self._rated_s = float("-inf")
@@ -160,9 +160,9 @@ class Fleet:
         """Names of models that some engine had: the newest MAX_NAMES."""
         self._several: bool | None = None
         self._serving: dict[str, Serving] = {}
-        """By model, until something of an engine changes."""
+        """Serving engines by model, until an engine changes."""
         self._returned: set[ServingEngine] = set()
-        """Those that may not have their whole share yet."""
+        """Engines that may not have their full share yet."""
         self.changed: Callable[[], None] = lambda: None
         """Called when engines begin or cease to serve."""
         self._log = EventLog("engines")
@@ -172,7 +172,7 @@ class Fleet:
         return iter([*self.engines.values(), *self._leaving])
 
     def set_places(self, places: Iterable[Place]) -> list[ServingEngine]:
-        """Have exactly these engines; those that stay keep their state. Returns the new ones."""
+        """Replace the engines by these; those that stay keep their state. Returns the new ones."""
         wanted = {place.name: place for place in places}
         fresh: list[ServingEngine] = []
         redivided: list[ServingEngine] = []
@@ -201,7 +201,7 @@ class Fleet:
         return fresh
 
     def set_ranks(self, engine: ServingEngine, count: int) -> None:
-        """An engine has so many ranks, each of which gets requests; fewer than two: it is not divided."""
+        """Set an engine's number of ranks, each of which gets requests; fewer than two: it is not divided."""
         count = count if count > 1 else 0
         left, engine.ranks = engine.ranks[count:], engine.ranks[:count]
         for rank in left:
@@ -213,7 +213,7 @@ class Fleet:
         self.changed()
 
     def _tell_ranks(self, engine: ServingEngine) -> None:
-        """Let its ranks share an engine's place and state. Called after each change of an engine."""
+        """Copy an engine's place and state to its ranks. Called after each change of an engine."""
         self._serving.clear()
         for rank in engine.ranks:
             rank.place = engine.place._replace(name=rank.name)
@@ -224,14 +224,14 @@ class Fleet:
             self._rate_paths(target)
 
     def attach(self, instance_of: Callable[[ServingEngine], str], *, peers: bool) -> None:
-        """Controllers tell to which instances engines are attached, empty: not known, and if these read each other."""
+        """Set the instances to which engines are attached (empty: unknown), and whether these read each other."""
         self._instance_of, self.peers = instance_of, peers
         self._tiers -= set() if peers else {"peer"}
         for engine in self.engines.values():
             self._tell_ranks(engine)
 
     def _leaves(self, target: ServingEngine, reason: str) -> None:
-        """Let a target's requests end, and then forget it."""
+        """Wait for the end of a target's requests, then forget it."""
         target.state, target.reason = EngineState.LEAVING, reason
         if target.queue.period is not None:
             target.queue.period.spoil()
@@ -240,7 +240,7 @@ class Fleet:
         self._leaving.append(target)
 
     def target(self, name: str) -> ServingEngine | None:
-        """The engine, or the rank of one, that has a name."""
+        """The engine or rank with this name."""
         engine = self.engines.get(name)
         if engine is not None and not engine.ranks:
             return engine
@@ -284,7 +284,7 @@ class Fleet:
         self.changed()
 
     def next_room_s(self) -> float:
-        """When a prompt will cease to take room at its engine without being told; infinite: none will."""
+        """Time at which a prompt will free its place at an engine without a report; infinite: none will."""
         now_s = self._now_s()
         return min((one.queue.next_room_s(now_s) for one in self._places()), default=math.inf)
 
@@ -293,7 +293,7 @@ class Fleet:
         return self.rates.samples(engine.name) > 0
 
     def numbers(self, engine: ServingEngine) -> dict[str, float | bool]:
-        """What is counted and measured of an engine, for people; of one with ranks, of all of them together."""
+        """An engine's counters and measurements for the status page; summed over its ranks."""
         now_s, targets = self._now_s(), engine.targets
         loads = [one.load for one in targets]
         return {
@@ -343,7 +343,7 @@ class Fleet:
         return up or [engine for engine in found if engine.state is EngineState.DOWN and engine.is_silent]
 
     def targets(self, model: str, but: Iterable[ServingEngine] = ()) -> Serving:
-        """What a request for the model may be sent to: `serving`, with ranks in place of engines that have several."""
+        """The targets of a request for the model: `serving`, with ranks in place of engines that have several."""
         known = None if but else self._serving.get(model)
         if known is None:
             found = [target for engine in self.serving(model, but) for target in engine.targets]
@@ -359,15 +359,15 @@ class Fleet:
         return known
 
     def _entry(self, model: str) -> dict[str, Any] | None:
-        """What the first engine that has a model tells of it."""
+        """The entry of a model in /v1/models of the first engine that has it."""
         return next((one.models[model] for one in self.engines.values() if model in one.models), None)
 
     def adapter(self, model: str) -> str:
-        """The adapter that a model's name stands for; empty: it stands for a base model, or nobody has it."""
+        """The adapter that a model's name denotes; empty: it denotes a base model, or no engine has it."""
         return model if (self._entry(model) or {}).get("parent") else ""
 
     def root(self, model: str) -> str:
-        """What a model's name stands for: aliases have the same."""
+        """The model that a name denotes, equal for all its aliases."""
         return _word((self._entry(model) or {}).get("root")) or model
 
     def several(self) -> bool:
@@ -379,12 +379,12 @@ class Fleet:
         return self._several
 
     def parent(self, model: str) -> str:
-        """The base model of a model's name, as engines tell it: itself unless it is an adapter; empty: unknown."""
+        """The base model of a model's name, as engines report it: itself unless it is an adapter; empty: unknown."""
         entry = self._entry(model)
         return "" if entry is None else _word(entry.get("parent")) or model
 
     def know_paths(self, tiers: set[Tier]) -> None:
-        """From now on the engines' paths to these tiers are known too, as fast as they were measured last."""
+        """Add these tiers to those with known load rates, with the last measured rates."""
         if not tiers <= self._tiers:
             self._tiers |= tiers
             for each in self._places():
@@ -398,7 +398,7 @@ class Fleet:
             path.free_s = before[tier].free_s if tier in before else 0.0
 
     def knows_all_models(self) -> bool:
-        """Whether each engine has told its models, so that a model that none has does not exist."""
+        """Whether each engine has reported its models, so that a model that none has does not exist."""
         return bool(self.engines) and all(engine.state is EngineState.UP for engine in self.engines.values())
 
     def models(self) -> dict[str, dict[str, Any]]:

@@ -54,7 +54,7 @@ class _Port(msgspec.Struct):
 
 
 class Slice(msgspec.Struct):
-    """An EndpointSlice, as far as it is read."""
+    """The fields of an EndpointSlice that are read."""
 
     endpoints: list[_Endpoint] | None = None
     ports: list[_Port] | None = None
@@ -65,7 +65,7 @@ class _List(msgspec.Struct):
 
 
 class Account:
-    """The pod's service account: where the API server is, and what proves who asks."""
+    """The pod's service account: address of the API server, and credentials."""
 
     def __init__(self, settings: KubernetesSettings) -> None:
         """Raises ConfigError if the process runs outside a pod."""
@@ -82,7 +82,7 @@ class Account:
         self._text("token")
 
     def tls(self) -> ssl.SSLContext:
-        """Trusts the cluster's own authority only. Raises ConfigError."""
+        """A TLS context that trusts the cluster's own CA only. Raises ConfigError."""
         path = self._folder / "ca.crt"
         try:
             return ssl.create_default_context(cafile=str(path))
@@ -90,7 +90,7 @@ class Account:
             raise _unreadable(path, str(error.strerror or error)) from None
 
     def headers(self) -> dict[str, str]:
-        """Of a request. Raises ConfigError if the token cannot be read."""
+        """The headers of a request. Raises ConfigError if the token cannot be read."""
         token = self._text("token")
         return {"authorization": f"Bearer {token}", "accept": "application/json"}
 
@@ -111,7 +111,7 @@ def _unreadable(path: Path, why: str) -> ConfigError:
 
 
 class Endpoints:
-    """Keeps the engines of a service known. Belongs to the event loop."""
+    """Follows the engines of a service. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Endpoints:
         self._log = EventLog("kubernetes")
 
     async def keep(self, every_s: Callable[[], float]) -> None:
-        """List every `every_s`, and after a failure less and less often, until cancelled."""
+        """List every `every_s`, with growing pauses after failures, until cancelled."""
         pause_s = 0.0
         while True:
             try:

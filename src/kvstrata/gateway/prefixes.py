@@ -25,17 +25,17 @@ from kvstrata.native.core import chain_keys
 
 PIECE_BYTES = 1_024
 TOKEN_BYTES = 4
-"""Bytes of text for one token, about."""
+"""Assumed bytes of text per token."""
 PIECE_TOKENS = PIECE_BYTES // TOKEN_BYTES
 MAX_PIECES = 4_096
-"""Pieces that are remembered of one prompt, from its start."""
+"""Maximum number of pieces that are remembered of one prompt, from its start."""
 KEY_BYTES = 16
 MAX_KEYS = 1 << 18
 _SECRET = secrets.token_bytes(32)
 
 
 class Pieces:
-    """Pieces that an engine was sent together."""
+    """Pieces of one prompt that was sent to an engine."""
 
     __slots__ = ("at_s", "computed", "generation", "losses", "ready_at_s")
 
@@ -44,11 +44,11 @@ class Pieces:
     ) -> None:
         self.generation, self.at_s = generation, at_s
         self.computed = computed
-        """Whether the first token of such a request has come."""
+        """Whether the first token of a request with them has come."""
         self.ready_at_s = ready_at_s
         """When it is expected to come."""
         self.losses = losses
-        """How often pieces were forgotten before; -1: some are of another request that is under way."""
+        """Number of times that pieces had been forgotten before; -1: some belong to another request under way."""
 
 
 def keys_of(context: Iterable[bytes], text: bytes, secret: bytes = _SECRET) -> list[bytes]:
@@ -69,7 +69,7 @@ class Prefixes:
         self._losses = 0
 
     def __len__(self) -> int:
-        """Keys that are remembered."""
+        """Number of remembered keys."""
         return len(self._sent)
 
     def note(
@@ -84,7 +84,7 @@ class Prefixes:
     ) -> Pieces:
         """An engine was sent these pieces, and is expected to have them at `ready_at_s`, or has `computed` them.
 
-        Returns what `computed` needs.
+        Returns the argument for `computed`.
         """
         sent = again = Pieces(generation, now_s, ready_at_s, self._losses, computed=computed)
         last: Pieces | None = None
@@ -115,14 +115,14 @@ class Prefixes:
             self.note(keys, engine, sent.generation, now_s, computed=True)
 
     def take_back(self, keys: Sequence[bytes], engine: str) -> None:
-        """A request with these pieces has ended before its first token: forget those that nothing has computed."""
+        """A request with these pieces has ended before its first token: forget those that no request has computed."""
         waiting = [
             key for key in keys if engine in (found := self._sent.get(key, {})) and not found[engine].computed
         ]
         self.forget(waiting, engine)
 
     def forget(self, keys: Sequence[bytes], engine: str) -> None:
-        """An engine has not computed these pieces, or has them no longer."""
+        """An engine has not computed these pieces, or no longer has them."""
         self._losses += 1
         for key in keys:
             engines = self._sent.get(key)
@@ -136,10 +136,10 @@ class Prefixes:
         now_s: float,
         heard: Callable[[str], Cache | None] = lambda name: None,
     ) -> list[Copy]:
-        """The longest beginning that each engine was sent, for engines of these generations.
+        """The longest prefix that each engine was sent, for engines of these generations.
 
-        `heard`: whether an engine's events are heard.  What such an engine has computed counts only until its event
-        must have come, unless events were lost since, and not if it was empty since.
+        `heard`: whether an engine's events are received.  Pieces that such an engine has computed count only until
+        their event must have arrived, unless events were lost since, and not if its cache was emptied since.
         """
 
         def has(sent: Pieces | None, name: str) -> bool:
@@ -184,7 +184,7 @@ class Prefixes:
     def mistaken(
         self, keys: Sequence[bytes], engine: str, predicted_share: float, share: float
     ) -> Sequence[bytes] | None:
-        """Compare the share of a prompt that an engine was taken to have with what it reports; forget what it lacks.
+        """Compare the predicted cached share of a prompt with the one that the engine reports; forget missing pieces.
 
         Returns the pieces that it lacks if it had less than half of what was predicted.
         """

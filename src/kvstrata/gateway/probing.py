@@ -37,12 +37,12 @@ from kvstrata.process.ports import port_uids
 from kvstrata.process.supervisor import Supervisor
 
 MAX_MODELS_BYTES = 4 << 20
-"""An adapter's entry takes about 500 bytes."""
+"""Maximum size of an answer to /v1/models; an adapter's entry takes about 500 bytes."""
 MAX_ADDRESSES = 1_024
 ASK_AGAIN_S = 30.0
 """Time until an engine is asked again that did not say where it publishes."""
 FAILURES, AGAIN_S = 2, 0.1
-"""Probes in a row that must fail before an engine gets no more requests: one may be lost. The next comes soon."""
+"""Number of failed probes in a row after which an engine gets no more requests, and the pause between them."""
 
 
 class _Models(msgspec.Struct):
@@ -58,7 +58,7 @@ class _Asked(NamedTuple):
 
     events: Source | None
     ranks: int
-    """As `events`, what the settings said then."""
+    """Number of ranks in the settings at that time."""
     again_s: float
     """When it is to be asked again."""
 
@@ -84,7 +84,7 @@ class Probing:
         self._asked: dict[ServingEngine, _Asked] = {}
         self._now_s = now_s
         self._engines: list[tuple[EngineSettings, str]] = []
-        """With the key of each."""
+        """The engines of the settings, each with its API key."""
         self._resolved: dict[str, list[str]] = {}
         """Addresses of DNS names, by URL, as they were last resolved."""
         self._found: list[Place] = []
@@ -93,17 +93,17 @@ class Probing:
         self._log = EventLog("probing")
 
     def set_engines(self, engines: Iterable[tuple[EngineSettings, str]]) -> None:
-        """Have exactly these engines, those of DNS names as they were last resolved, beside those that were found."""
+        """Set the engines of the settings (DNS names as last resolved); engines that were found stay."""
         self._engines = list(engines)
         self._apply()
 
     def set_found(self, places: list[Place]) -> None:
-        """Have exactly these engines beside those of the settings."""
+        """Set the engines that were found; those of the settings stay."""
         self._found = places
         self._apply()
 
     def listens(self, wanted: bool) -> None:
-        """Whether engines' KV events are wanted."""
+        """Whether the gateway subscribes to engines' KV events."""
         self._listens = wanted
         if not wanted:
             for engine in list(self._asked):
@@ -117,7 +117,7 @@ class Probing:
             now.set()
 
     async def keep_resolved(self) -> None:
-        """Resolve the DNS names again and again."""
+        """Resolve the DNS names periodically."""
         while True:
             await asyncio.sleep(self.settings.probe_s)
             await self.resolve()
@@ -138,7 +138,7 @@ class Probing:
         self._apply()
 
     def _apply(self) -> None:
-        """Have the engines of the settings and those that were found, and probe new ones."""
+        """Pass the engines of the settings and those that were found to the fleet, and probe new ones."""
         places: list[Place] = []
         for settings, key in self._engines:
             place, found = place_of(settings, key), self._resolved.get(settings.url, [])
@@ -153,7 +153,7 @@ class Probing:
             self._supervisor.spawn(self._keep_probed(engine), f"probe-{engine.name}")
 
     async def probe(self, engine: ServingEngine) -> None:
-        """Ask an engine whether it serves, and what."""
+        """Ask an engine whether it serves, and which models."""
         reason, silent = "", False
         try:
             async with asyncio.timeout(self.settings.timeout_s):
@@ -203,7 +203,7 @@ class Probing:
         )
 
     async def _hear(self, engine: ServingEngine) -> None:
-        """Learn the ranks of an engine that begins to serve, and listen to the KV events that they publish."""
+        """Learn the ranks of an engine that begins to serve, and subscribe to their KV events."""
         place, again_s, sources = engine.place, math.inf, list[Source]()
         try:
             sources = await self._sources(engine)
@@ -269,7 +269,7 @@ class Probing:
 
 
 def _at(place: Place, host: str) -> Place:
-    """The same at an address of its host."""
+    """The same place at an address of its host."""
     return place._replace(address=place.address._replace(host=host, name=place.address.host))
 
 
@@ -281,7 +281,7 @@ def uid_of(user: str) -> int:
 
 
 def _strangers(place: Place) -> str:
-    """Why what listens at a place of this host is not its engine; empty: it may be. Any thread."""
+    """Why the process that listens at a place on this host is not its engine; empty: it may be. Any thread."""
     uids: set[int] = set()
     host, port = place.address.host, place.address.port
     with contextlib.suppress(OSError, ValueError):

@@ -45,9 +45,9 @@ FIELD = "controllers.curve_file"
 INLINE_TOKENS = 8_192
 MAX_MODELS = 256
 MAX_KINDS = 4
-"""Kinds of KV for which one prompt is looked up."""
+"""Maximum number of kinds of KV for which one prompt is looked up."""
 LEARN_S = 0.5
-"""Longest time for which news of instances are gathered; a request that may go by them takes them at once."""
+"""Maximum time for which news of instances are collected; a request that may depend on them applies them at once."""
 
 
 class _At(NamedTuple):
@@ -63,7 +63,7 @@ in RequestIdentity."""
 
 
 class Controllers(Numbers):
-    """See the module. Belongs to the event loop."""
+    """The lookups at followed instances. Belongs to the event loop."""
 
     by_url = parts_by(
         "controller", ControllerLink, lambda self: {url: one for url, (one, _) in self._of.items()}
@@ -97,7 +97,7 @@ class Controllers(Numbers):
         self._numbers = numbers
         self.following = Following(supervisor, now_s, self._has_news)
         self._of_url: dict[str, Followed] = {}
-        """Instances by the URLs of their engines, as far as these tell."""
+        """Instances by the URLs of their engines, as far as engines report them."""
         self._learning: asyncio.TimerHandle | None = None
         self._of: dict[str, tuple[ControllerLink, asyncio.Task[None]]] = {}
         self._groups: dict[str, tuple[list[ServingEngine], Groups]] = {}
@@ -106,7 +106,7 @@ class Controllers(Numbers):
         self._have(settings.urls)
 
     def set(self, settings: GatewayControllersSettings, in_file: ClusterKeys | None) -> None:
-        """Hear exactly these controllers from now on. Raises as the constructor."""
+        """Use exactly these controllers from now on. Raises as the constructor."""
         keys = self._keys_of(settings, in_file)
         if keys != self._keys:
             self._have([])
@@ -126,7 +126,7 @@ class Controllers(Numbers):
         return self._shared.keys
 
     async def told(self, wanted: Wanted) -> Wanted:
-        """The same with what instances hold of the prompt."""
+        """`wanted` with the chunks of the prompt that instances hold."""
         targets, groups = self._engines(wanted)
         copies: list[Copy] = []
         for (kind, adapter), at in groups.items():
@@ -137,7 +137,7 @@ class Controllers(Numbers):
         return wanted._replace(held=tuple(copies)) if groups else wanted
 
     def instance(self, engine: ServingEngine) -> Followed | None:
-        """The instance that an engine is attached to; None: not known."""
+        """The instance that an engine is attached to; None: unknown."""
         place = engine.place
         return self.following.get(place.instance) if place.instance else self._of_url.get(place.url)
 
@@ -149,7 +149,7 @@ class Controllers(Numbers):
             self._learning = asyncio.get_running_loop().call_later(LEARN_S, self._learn)
 
     def _learn(self) -> None:
-        """Take what instances tell of their engines."""
+        """Apply instances' reports about their engines."""
         if self._learning is not None:
             self._learning.cancel()
         self._learning = None
@@ -164,7 +164,7 @@ class Controllers(Numbers):
         )
 
     def ended(self, engine: ServingEngine, request_id: str, reason: str) -> None:
-        """An engine's answer has ended, for a `reason` in the API's word: let its instance know what comes next."""
+        """An engine's answer has ended with the API's finish `reason`: send its instance a hint about what follows."""
         known = self.instance(engine) if request_id else None
         with contextlib.suppress(ValueError):
             if known is not None and (said := next_of(reason)):
@@ -189,7 +189,7 @@ class Controllers(Numbers):
         return targets, {keys: at for keys, at in known[1].items() if n_tokens >= keys[0].layout.chunk_tokens}
 
     def _look_up(self, model: str, targets: list[ServingEngine]) -> Groups:
-        """Which of a model's engines are attached where; takes what their instances tell of loads."""
+        """The instances of a model's engines; also applies the load rates that these instances report."""
         found: Groups = {}
         lora = self._fleet.adapter(model)
         for engine in targets:
@@ -205,7 +205,7 @@ class Controllers(Numbers):
         return dict(list(found.items())[:MAX_KINDS])
 
     def _request(self, prompt: Prompt, adapter: str) -> RequestIdentity:
-        """What decides the keys of a prompt's KV beside its engine's layout."""
+        """The identity of a prompt's KV, without its engine's layout."""
         tenant = prompt.tenant or self._settings.tenant
         return RequestIdentity(adapter=adapter, tenant=tenant, salt=prompt.salt)
 
@@ -267,10 +267,10 @@ def _names(engine: ServingEngine, model: str) -> list[str]:
 def copies_of(
     at: list[_At], holdings: list[Holding], chunk_tokens: int, most_chunks: int, n_targets: int = 0
 ) -> list[Copy]:
-    """What engines can have of a prompt by their instances' L1 and L2, and from the peer that holds most.
+    """The copies of a prompt that engines can load from their instances' L1 and L2, and from the peer that holds most.
 
-    `most_chunks`: how many were asked for.  `n_targets`: how many engines the choice is among; if all of them read
-    peers, one copy of the peer's stands for all, which a large fleet is scored with far sooner.
+    `most_chunks`: number of chunks looked up.  `n_targets`: number of candidate engines; if all of them read peers, the
+    peer's copy is listed once for all, which makes scoring a large fleet far faster.
     """
 
     def copy(engine: str, tier: Tier, tokens: int, row: Holding) -> Copy:
@@ -285,7 +285,7 @@ def copies_of(
     in_media = [(set(row.of.told.media.values()), row) for row in holdings if row.chunks.shared]
     copies: list[Copy] = []
     own_tokens: dict[str, int] = {}
-    """By engine: what it can have without peers."""
+    """By engine: number of tokens that it can load without peers."""
     for engine, of in at:
         row, in_l1, own = rows.get(of.told.instance), 0, 0
         if row is not None:

@@ -42,11 +42,11 @@ MAX_GROUPS = 4_096
 BEAT_S = 10.0
 STALE_S = 30.0
 HINTS_S = 0.1
-"""Time for which hints are gathered; of more than MAX_HINTS the first are lost."""
+"""Time for which hints are collected; beyond MAX_HINTS the oldest are dropped."""
 
 
 class Followed(Listener):
-    """One instance, and what its last condition told."""
+    """One instance, and its last condition."""
 
     follower: Follower
 
@@ -61,7 +61,7 @@ class Followed(Listener):
 
     @property
     def told(self) -> Register:
-        """How the instance has registered."""
+        """The instance's registration."""
         return self.served.told
 
     def heard(self, condition: Condition | None) -> None:
@@ -76,16 +76,16 @@ class Followed(Listener):
 
 
 class Holding(NamedTuple):
-    """How much of a prompt one instance holds, from its start."""
+    """The leading chunks of a prompt that one instance holds."""
 
     of: Followed
     chunks: Held
     unconfirmed_ms: int = 0
-    """0: the gateway is in step with it; otherwise for how long it has not been, and it may hold less by now."""
+    """Time since which the gateway is out of step with it, so that it may hold less by now; 0: in step."""
 
 
 class Following(Numbers):
-    """See the module. Belongs to the event loop."""
+    """The followers of instances. Belongs to the event loop."""
 
     followed = gauge(
         "Instances that this gateway follows.", lambda self: len(self._of), name="followed_instances"
@@ -102,7 +102,7 @@ class Following(Numbers):
     hints = counter("Ends of answers reported to instances as hints.", name="told_hints")
 
     def __init__(self, supervisor: Supervisor, now_s: Callable[[], float], news: Callable[[], None]) -> None:
-        """`news()` is called when the followed instances are others, or their conditions tell something else."""
+        """`news()` is called when the set of followed instances, or one of their conditions, has changed."""
         self._supervisor, self._now_s, self._news = supervisor, now_s, news
         self._log = EventLog("following")
         self._followers = Followers(
@@ -121,7 +121,7 @@ class Following(Numbers):
         return self._of.get(instance)
 
     def follow(self, instances: Iterable[Served], keys: ClusterKeys) -> None:
-        """Follow these instances from now on, and no others that do not answer."""
+        """Follow these instances from now on; others only as long as they answer."""
         wanted = {one.told.instance: one for one in instances}
         now_s = self._now_s()
         for name, known in list(self._of.items()):
@@ -144,12 +144,12 @@ class Following(Numbers):
         self._news()
 
     def follow_none(self) -> None:
-        """Follow nobody any more."""
+        """Stop following all instances."""
         for known in list(self._of.values()):
             self._end(known)
 
     async def held(self, tags: bytes, n_slices: int) -> list[Holding]:
-        """What instances hold of a prompt; its tags chunk by chunk."""
+        """The leading chunks of a prompt that instances hold. `tags`: of its storage keys, chunk by chunk."""
         found = await self._followers.lookups.held(tags, n_slices)
         now_s, rows = self._now_s(), []
         for group, chunks in found.items():
@@ -160,7 +160,7 @@ class Following(Numbers):
         return rows
 
     def hint(self, known: Followed, said: Hinted) -> None:
-        """Tell an instance what comes after a request; it may never hear of it."""
+        """Send an instance a hint about what follows a request; the hint may be lost."""
         if not known.hints:
             asyncio.get_running_loop().call_later(HINTS_S, self._tell, known)
         known.hints.append(said)
@@ -197,7 +197,7 @@ class Following(Numbers):
         ]
 
     async def close(self) -> None:
-        """Follow nobody any more, and end the threads."""
+        """Stop following, and end the threads."""
         await self._followers.close()
 
     def _begin(self, known: Followed, keys: ClusterKeys, before: Follower | None = None) -> None:

@@ -17,7 +17,7 @@ from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity, identity_
 
 MAX_TOKENS = 262_144
 MAX_HELD_TAGS = 16_384
-"""Of longer prompts only the beginning is looked up."""
+"""Maximum number of tags that are looked up; of longer prompts only the beginning is."""
 MAX_CHUNK_TOKENS = 1 << 20
 MAX_LORAS = 4_096
 
@@ -27,7 +27,7 @@ class Kind(NamedTuple):
 
     layout: LayoutIdentity
     slices: tuple[bytes, ...]
-    """Those that a hit needs in each chunk; of windows and states nothing is asked."""
+    """The slices that a hit needs in each chunk; those of windows and states are not looked up."""
 
     def root(self, request: RequestIdentity) -> bytes:
         """The root of the identity of a request's chunks."""
@@ -43,7 +43,7 @@ class Kind(NamedTuple):
 
 
 def kind_of(told: KvKind) -> Kind | None:
-    """What can be asked of a kind; None: nothing."""
+    """The kind in a form that can be looked up; None: it cannot be."""
     layout = told.layout
     spans = told.spans if len(told.spans) == len(told.slices) else [0] * len(told.slices)
     slices = tuple(one for one, span in zip(told.slices, spans, strict=True) if not span)
@@ -53,7 +53,7 @@ def kind_of(told: KvKind) -> Kind | None:
 
 
 def served_as(models: Iterable[KvKind], names: Sequence[str]) -> tuple[Kind, KvKind] | None:
-    """The kind of an instance's KV for a model that has these names; None: not known."""
+    """The kind of an instance's KV for a model that has these names; None: unknown."""
     known = [(kind, told) for told in models if (kind := kind_of(told)) is not None]
     if len(known) > 1:
         bare = {name.rstrip("/").rpartition("/")[2] for name in names} | set(names)
@@ -70,7 +70,7 @@ def adapter_of(told: KvKind, lora: str) -> str | None:
 
 
 def paths(told: KvKind, rates: Iterable[TierRate]) -> dict[Tier, LoadPath]:
-    """How fast an instance fills its L1 with this kind of KV, and its engines load from L1, as far as it tells."""
+    """Load rates into an instance's L1 for this kind of KV, and from L1 into its engines, as far as it reports them."""
     tokens = told.layout.chunk_tokens / told.chunk_bytes if told.chunk_bytes else 0.0
     return {
         cast("Tier", rate.tier): LoadPath(latency_s=rate.latency_us / 1e6, tokens_s=rate.bytes_s * tokens)

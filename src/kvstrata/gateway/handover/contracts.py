@@ -31,7 +31,7 @@ from kvstrata.patience import patience
 from kvstrata.process.ports import host_and_port
 
 Fields = dict[str, Any]
-"""Of `kv_transfer_params`."""
+"""Fields of `kv_transfer_params`."""
 LEAST_WAIT_MS, MOST_WAIT_MS = 1_000, 60_000
 """The connector of `kvstrata` waits 60 s at most."""
 PORT = 8_998
@@ -50,18 +50,18 @@ _engines = msgspec.json.Decoder(dict[str, _Engine]).decode
 
 @dataclass(slots=True)
 class Handover:
-    """One request's, by its contract."""
+    """The hand-over of one request, by its contract."""
 
     contract: Contract
     prefill: ServingEngine
     expected_s: float
-    """Until `prefill` has computed."""
+    """Expected seconds until `prefill` has computed the prompt."""
     source: str
     """The other host's instance, if there are two."""
     transfer: str = field(default_factory=lambda: secrets.token_hex(16))
 
     def for_prefill(self) -> Fields:
-        """What the engine that computes is told: to keep the blocks for another one, or nothing."""
+        """The fields for the prefilling engine: to keep the blocks for another one; empty: none."""
         if self.contract == "kvstrata":
             return {}
         keep = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -71,9 +71,9 @@ class Handover:
         return keep | dict.fromkeys(nobody)
 
     async def for_answer(self, asker: Asker, leg: asyncio.Task[Fields | None]) -> Fields:
-        """What the engine that answers is told; empty: nothing, and it computes the prompt.
+        """The fields for the decoding engine; empty: it computes the prompt itself.
 
-        `leg`: what the other one answers, maybe nothing; None: it failed.
+        `leg`: the fields in the prefilling engine's answer, possibly none; None: it failed.
         """
         if self.contract == "kvstrata":  # twice as long as the prompt is expected to take, and a second
             wait_ms = min(MOST_WAIT_MS, LEAST_WAIT_MS + round(2_000 * max(0.0, self.expected_s)))
@@ -92,7 +92,7 @@ class Handover:
         return {**both, "remote_engine_id": engine_id, "remote_bootstrap_addr": at}
 
     async def _engine_id(self, asker: Asker, bootstrap: Address) -> str | None:
-        """The id of the engine, or of its rank; None: it is not told."""
+        """The id of the engine, or of its rank; None: the bootstrap server did not give it."""
         try:
             async with asyncio.timeout(patience(TELLS_S)):
                 status, raw = await asker.ask(bootstrap, "GET", "/query", {}, most_bytes=MAX_BYTES)

@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 COMPUTED = "computed"
 UNKNOWN_S = 10.0
-"""How long a prompt is expected to take at an engine whose rate is not measured yet."""
+"""Expected time of a prompt at an engine whose rate is not measured yet."""
 COMPLETIONS = "/v1/completions"
 SAME_BODY = frozenset((COMPLETIONS, "/v1/chat/completions", "/v1/messages"))
-"""Paths whose body says what to compute if the token ids are not known."""
+"""Paths whose body can be sent to the prefilling engine if the token ids are unknown."""
 ANSWER_ONLY = frozenset(
     ("stream_options", "n", "logprobs", "top_logprobs", "min_tokens", "max_completion_tokens", "response_format",
      "structured_outputs", "request_id", "kv_transfer_params", "cache_salt", "stop", "stop_token_ids",
      "stop_sequences")
 )  # fmt: skip
-"""Fields that say something of the answer only; one token needs none of them, and a grammar would take time."""
+"""Fields that concern only the answer; one token needs none of them, and compiling a grammar would take time."""
 MAX_ANSWER_BYTES = 8 << 20
 """NixlConnector names each block."""
 
@@ -72,7 +72,7 @@ _answer = msgspec.json.Decoder(_Answer).decode
 
 
 class Legs(Numbers):
-    """See the module. Belongs to the event loop."""
+    """The legs of all requests. Belongs to the event loop."""
 
     ended = counter(
         "Prompts that one engine computed for another, by what came of it: `computed`, `cancelled` (the request ended "
@@ -91,9 +91,9 @@ class Legs(Numbers):
         self.tasks: dict[asyncio.Task[Fields | None], None] = {}
 
     async def begin(self, request: Request, choice: Choice, body: bytes, more: Fields) -> Fields:
-        """Send a request's prompt to the engine that computes it; what the one that answers is told.
+        """Send a request's prompt to the engine that computes it. Returns the fields for the one that answers.
 
-        `more`: what both are told, of `kv_transfer_params` and beside it.
+        `more`: fields for both, in `kv_transfer_params` and next to it.
         """
         leg = choice.prefill
         assert leg is not None and leg.way is not None

@@ -31,12 +31,12 @@ from kvstrata.native.core import Registry, RegistryError, chain_keys
 
 MAX_BLOCKS = 1 << 21
 MAX_SIZES = 4
-"""Block sizes of one engine, whose groups of layers may have different ones."""
+"""Maximum number of block sizes of one engine, whose groups of layers may have different ones."""
 MAX_ALL_SIZES = 16
 MASK_BYTES = 8_192
 KEY, TAG = 32, 8
 LIFE_SAMPLE = 16
-"""One block of so many has its life measured."""
+"""The lifetime of one in LIFE_SAMPLE blocks is measured."""
 SAMPLES = 256
 OWN_MEDIA = (None, "GPU")
 
@@ -49,7 +49,7 @@ NOTHING = b"\xc0"
 
 MAX_HASH_BYTES = 64
 Hash = Annotated[bytes, Meta(max_length=MAX_HASH_BYTES)] | int
-"""The engine's own name of a block, which only the engine can compute."""
+"""The engine's own hash of a block, which only the engine can compute."""
 
 
 class BlockStored(msgspec.Struct, tag=True, gc=False):
@@ -66,7 +66,7 @@ class BlockStored(msgspec.Struct, tag=True, gc=False):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     again: bool = False
-    """Told before, by our connector, for those who listen late: one more copy of a block that is known is none."""
+    """Announced before, and again by our connector for late subscribers: it is not a further copy of a known block."""
 
 
 class BlockRemoved(msgspec.Struct, tag=True, gc=False):
@@ -85,7 +85,7 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class Batch(msgspec.Struct, array_like=True, gc=False):
-    """What one step of an engine changed."""
+    """The changes of one step of an engine."""
 
     ts: float
     events: Annotated[list[Event], Meta(max_length=MAX_EVENTS)]
@@ -103,7 +103,7 @@ def decoded(payload: bytes) -> Batch:
 
 
 class Cache:
-    """See the module. Belongs to the thread of the watcher; others read only the plain numbers and `slot`."""
+    """The blocks of one engine. Belongs to the watcher's thread; others read only the plain numbers and `slot`."""
 
     def __init__(
         self,
@@ -120,16 +120,16 @@ class Cache:
         self.group = group
         self._now_s = now_s
         self.slot: int | None = None
-        """In the registry; None: nothing is known."""
+        """Slot in the registry; None: no block is known."""
         self.sizes: tuple[int, ...] = ()
-        """Tokens of a block, as far as chains have begun with them."""
+        """Block sizes in tokens, as far as chains have begun with them."""
         self.emptied_s = float("-inf")
-        """When the engine told for the last time that its cache was emptied, or when its restart was noticed."""
+        """Time of the last event that the cache was emptied, or of the last detected restart."""
         self.missed_s = float("-inf")
-        """When it was noticed for the last time that events were lost for good."""
+        """Time at which a permanent loss of events was last detected."""
         self._keys: dict[Hash, bytes] = {}
         self._more: dict[Hash, int] = {}
-        """How often a block was stored beyond the first time."""
+        """Number of times that a block was stored beyond the first."""
         self._born_s: dict[Hash, float] = {}
         self._draw = random.Random(group)
         self._lives: deque[float] = deque(maxlen=SAMPLES)
@@ -141,7 +141,7 @@ class Cache:
         return len(self._keys)
 
     def apply(self, batch: Batch) -> None:
-        """Take in a batch. Raises ValueError for one that contradicts itself; what came before stays applied."""
+        """Apply a batch. Raises ValueError for one that contradicts itself; earlier events stay applied."""
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
                 self.emptied()
@@ -153,17 +153,17 @@ class Cache:
                 self._removed(event.block_hashes)
 
     def emptied(self) -> None:
-        """The engine's cache is empty: it was cleared, or the engine has another life."""
+        """The engine's cache is empty: it was cleared, or the engine has restarted."""
         self.forget()
         self.emptied_s = self._now_s()
 
     def missed(self) -> None:
-        """Events were lost for good: forget what was known."""
+        """Events were lost for good: forget all blocks."""
         self.forget()
         self.missed_s = self._now_s()
 
     def forget(self) -> None:
-        """Know nothing."""
+        """Forget all blocks."""
         if self.slot is not None:
             self._mask[self.slot >> 3] &= ~(1 << (self.slot & 7))
             self._registry.retire(self.slot)

@@ -13,22 +13,22 @@ from kvstrata.gateway.residency.zmq_watcher import Feed, Watcher
 from kvstrata.native.core import Registry
 
 MAX_BYTES = 8 << 30
-"""Bound on the index of all engines' blocks, which takes memory as it needs it."""
+"""Maximum size of the index of all engines' blocks, which allocates memory as needed."""
 MAX_ENGINES = 65_536
 BLOCK_LIFE_S = 300.0
-"""Until it has been measured."""
+"""Assumed lifetime of a block until it has been measured."""
 LIFE_AGAIN_S = 1.0
-"""After this time the life of blocks is looked up again."""
+"""Time for which the looked-up lifetime of blocks is reused."""
 
 
 class Index:
-    """The caches of all engines, and what they have of a prompt. Lookups may go on while another thread adds blocks."""
+    """The caches of all engines, and lookups of prompts. Lookups may run while another thread adds blocks."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
         self.registry = Registry(max_bytes=MAX_BYTES)
         self.caches: dict[str, Cache] = {}
-        """By engine; their owner is whoever hears the engine."""
+        """Caches by engine; the receiver of the engine's events owns its cache."""
         self._numbers: dict[int, str] = {}
         self._next = 0
         self._mask, self._sizes = bytearray(MASK_BYTES), list[int]()
@@ -45,11 +45,11 @@ class Index:
         return cache
 
     def remove(self, name: str) -> None:
-        """Find an engine no more; its cache must be told to forget."""
+        """Exclude an engine from lookups; the caller must also call its cache's `forget`."""
         del self._numbers[self.caches.pop(name).group]
 
     def known(self, prompt: Prompt) -> dict[str, int]:
-        """Tokens of a prompt that engines have in their own caches, by name."""
+        """Number of a prompt's tokens in each engine's own cache, by name."""
         cached: dict[str, int] = {}
         for size in self._sizes:
             tags, step = prompt.tags(size)
@@ -71,7 +71,7 @@ class Index:
 
 
 class Residency:
-    """What is heard of the engines. Belongs to the event loop, and owns the thread that hears the events."""
+    """The subscriptions to engines' events. Belongs to the event loop, and owns the thread that receives the events."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         """`now_s` may be called from any thread."""
@@ -84,7 +84,7 @@ class Residency:
         self._watcher.close()
 
     def watch(self, name: str, source: Source, owner: object = None) -> None:
-        """Hear an engine's events from now on; what was known of an earlier one of this name is forgotten."""
+        """Subscribe to an engine's events; the blocks of an earlier engine with this name are forgotten."""
         self.unwatch(name)
         feed = self._feeds[name] = Feed(self.index.add(name), source, name, owner)
         self._watcher.watch(feed)
@@ -96,7 +96,7 @@ class Residency:
             self._watcher.unwatch(feed)
 
     def listen(self, owner: object, sources: Mapping[str, Source]) -> None:
-        """Hear exactly these of an engine's ranks, by name: one that is heard there already may have been restarted."""
+        """Subscribe to exactly these ranks of an engine, by name; one with a subscription may have been restarted."""
         for name in [name for name, one in self._feeds.items() if one.owner is owner]:
             if name not in sources:
                 self.unwatch(name)
@@ -108,11 +108,11 @@ class Residency:
                 self.watch(name, source, owner)
 
     def known(self, prompt: Prompt) -> dict[str, int]:
-        """Tokens of a prompt that the engines that are heard have in their own caches, by name."""
+        """Number of a prompt's tokens in the own cache of each subscribed engine, by name."""
         return {name: n for name, n in self.index.known(prompt).items() if self.heard(name) is not None}
 
     def heard(self, name: str) -> Cache | None:
-        """The cache of an engine whose events tell all; None: it is not heard."""
+        """The cache of an engine whose events are complete; None: it has no subscription."""
         one = self._feeds.get(name)
         return None if one is None or not one.connected or one.joining else one.cache
 
@@ -122,7 +122,7 @@ class Residency:
         return self.index.block_life_s
 
     def page(self) -> dict[str, dict[str, Any]]:
-        """What is heard, by engine."""
+        """The state of the subscriptions, by engine."""
         return {
             name: {
                 "connected": one.connected,

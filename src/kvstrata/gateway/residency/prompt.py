@@ -21,7 +21,7 @@ MAX_ASKED = 512
 kept only while those before it are."""
 
 _SECRET = secrets.token_bytes(32)
-"""Keys say nothing to somebody who does not know it."""
+"""Keys reveal nothing without this secret."""
 
 
 def root_of(block_tokens: int) -> bytes:
@@ -30,7 +30,7 @@ def root_of(block_tokens: int) -> bytes:
 
 
 def extra_of(encoded: bytes) -> bytes:
-    """What stands for a block's extras, given as the msgpack array in which an engine publishes them."""
+    """A digest of a block's extras, given as the msgpack array in which an engine publishes them."""
     return hashlib.blake2b(encoded, digest_size=32).digest()
 
 
@@ -52,7 +52,7 @@ class Prompt:
     def __init__(
         self, tokens: Sequence[int] | array[int], *, adapter: str = "", salt: str = "", tenant: str = ""
     ) -> None:
-        """`tenant`: another one than the engines' own, whose blocks they keep apart from all that have none."""
+        """`tenant`: a tenant other than the engines' own, whose blocks they keep separate."""
         self.tokens = tokens if isinstance(tokens, array) else array("I", tokens)
         self.adapter, self.salt, self.tenant = adapter, salt, tenant
         self._keys: dict[int, bytes] = {}

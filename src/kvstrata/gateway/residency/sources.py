@@ -17,14 +17,14 @@ class Source(NamedTuple):
     """Where an engine publishes its events."""
 
     endpoint: str
-    """tcp://HOST:PORT; empty: nowhere."""
+    """tcp://HOST:PORT; empty: it publishes none."""
     replay: str = ""
-    """Empty: nothing is sent again."""
+    """Endpoint for replays; empty: there are none."""
     topic: str = ""
 
 
 class _Publisher(msgspec.Struct):
-    """What vLLM's /kv_event_sources tells of the publisher of one rank."""
+    """The entry of one rank's publisher in vLLM's /kv_event_sources."""
 
     enable_kv_cache_events: bool = False
     publisher: str | None = None
@@ -69,7 +69,7 @@ def _source(one: _Publisher, host: str) -> Source:
 
 
 def of_rank(source: Source, rank: int) -> Source:
-    """Where a rank publishes whose rank 0 publishes at `source`. Raises ValueError if that is no port."""
+    """The source of a rank whose rank 0 publishes at `source`. Raises ValueError if its port is invalid."""
     return source._replace(endpoint=_above(source.endpoint, rank), replay=_above(source.replay, rank))
 
 
@@ -84,7 +84,7 @@ def _above(endpoint: str, rank: int) -> str:
 
 
 def _at(endpoint: str, host: str) -> str:
-    """An endpoint's port at the engine's host: an engine cannot make the gateway connect to somebody else."""
+    """An endpoint's port at the engine's host, so that an engine cannot make the gateway connect to other hosts."""
     scheme, _, rest = endpoint.partition("://")
     port = rest.rpartition(":")[2]
     if scheme != "tcp" or not port.isascii() or not port.isdigit() or not 0 < int(port[:6]) <= MAX_PORT:

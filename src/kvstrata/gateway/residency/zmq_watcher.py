@@ -38,18 +38,18 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.patience import patience
 
 TURN, TURN_BYTES = 32, 1 << 20
-"""Messages of one engine that are taken in before others have their turn."""
+"""Maximum number and bytes of one engine's messages that are handled before other engines have their turn."""
 ASK_S = 0.1
-"""Least time between two replays of one engine."""
+"""Minimum time between two replays of one engine."""
 IDLE_S = 5.0
-"""After this time without a batch what follows the last one is asked for: it shows a lost end."""
+"""Time without a batch after which a replay is requested, which shows whether the last batches were lost."""
 REPLAY_S = 5.0
-"""Longest time between two messages of a replay."""
+"""Maximum time between two messages of a replay."""
 REPLAY_MESSAGES = 200_000
 QUEUED, REPLAY_QUEUED = 64, 2_000
-"""Messages of each engine, and of its replay, that wait for this thread; further ones wait there."""
+"""Maximum number of messages of an engine, and of its replay, that wait for this thread; further ones wait there."""
 MESSAGE_BYTES = 4 << 20
-"""A step of an engine stores some 100,000 tokens at most, of 5 bytes each."""
+"""Maximum length of a message: a step of an engine stores at most some 100,000 tokens of 5 bytes each."""
 SWEEP_CELLS = 65_536
 ROUND_S = 0.5
 AGAIN_S, AGAIN_MAX_S = 1.0, 60.0
@@ -58,32 +58,32 @@ END = (-1).to_bytes(8, "big", signed=True)
 
 
 class Feed:
-    """One engine's events in order: what the numbers of its batches mean.
+    """Puts one engine's batches in order, by their numbers.
 
     Belongs to the thread of the watcher, but for its plain numbers.
     """
 
     def __init__(self, cache: Cache, source: Source, name: str = "", owner: object = None) -> None:
-        """`owner`: who asked for it, if that is not forgotten with its name."""
+        """`owner`: the object that subscribed, if it is kept beyond its name."""
         self.cache, self.source, self.name, self.owner = cache, source, name, owner
         self.replays = replays = bool(source.replay)
         """Whether the engine sends batches again."""
         self.connected = False
-        """Whether the engine is there: its connection stands, or it has answered a replay since that was lost."""
+        """Whether the engine is reachable: it is connected, or has answered a replay since the connection was lost."""
         self.error, self.failures = "", 0
         """The last defect, and how many there were."""
         self.asking = self.joining = replays
         """Whether a replay is needed or under way, and whether it is the first one of this connection."""
         self.next = 0 if replays else -1
-        """The number of the batch to come; -1: any."""
+        """The number of the next batch; -1: any."""
         self.batches = 0
         self.gaps = 0
-        """Times that batches were lost for good."""
+        """Number of times that batches were lost for good."""
         self.restarts = 0
-        """Times that an engine may have begun another life."""
+        """Number of times that the engine may have restarted."""
         self.malformed = 0
         self.whole = False
-        """Whether every event of the engine's life was heard."""
+        """Whether every event since the engine's start was received."""
 
     @property
     def phase(self) -> str:
@@ -91,7 +91,7 @@ class Feed:
         return "joining" if self.joining else "asking" if self.asking else "in_order"
 
     def published(self, number: int, payload: bytes) -> bool:
-        """A batch has come; returns whether a replay is needed first, after which the batch must be given again."""
+        """A batch has arrived. Returns whether a replay is needed first, after which the batch must be passed again."""
         if number > self.next >= 0 and self.replays:
             self.asking = True
         if self.asking:
@@ -100,7 +100,7 @@ class Feed:
         return False
 
     def take(self, number: int, payload: bytes) -> None:
-        """Apply a batch, also of a replay, unless it was applied before; what should have come before it is lost."""
+        """Apply a batch, also of a replay, unless it was applied before; missing batches before it are lost."""
         if number < self.next:
             return
         if not number:
@@ -119,7 +119,7 @@ class Feed:
             self._lost()
 
     def asked(self, *, answered: bool) -> None:
-        """The replay has ended, or could not be had."""
+        """The replay has ended, or failed."""
         if answered and not self.next:
             self.whole = True
         elif not answered:
@@ -129,7 +129,7 @@ class Feed:
         self.asking = self.joining = False
 
     def restarted(self) -> None:
-        """The engine may have another life now."""
+        """The engine may have restarted."""
         self.restarts += 1
         self.cache.emptied()
         self.whole = False
@@ -155,11 +155,11 @@ class Watcher:
         self._thread.start()
 
     def post(self, work: Callable[[], object]) -> None:
-        """Have this done by the thread. From any thread."""
+        """Call this on the thread. From any thread."""
         self._loop.call_soon_threadsafe(work)
 
     def watch(self, feed: Feed) -> None:
-        """Hear an engine from now on; one that is heard already may have another life: hear all of it."""
+        """Subscribe to an engine; if it has a subscription it may have restarted, so receive all its events again."""
 
         def work() -> None:
             if feed in self._tasks:
@@ -205,7 +205,7 @@ class Watcher:
         feed.cache.forget()
 
     async def _keep(self, feed: Feed) -> None:
-        """Hear one engine until cancelled, anew after each defect."""
+        """Receive one engine's events until cancelled, restarting after each defect."""
         pause_s = AGAIN_S
         while True:
             began_s = time.monotonic()
