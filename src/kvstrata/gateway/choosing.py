@@ -1,11 +1,11 @@
 """Chooses the engine of each request, and learns from the request's outcome.
 
-    choose ─▶ dispatched ─▶ first_token ─▶ ended ─▶ learn        ended comes after each dispatched, and learn only after
-                                                                 an answer
+    choose ─▶ dispatched ─▶ first_token ─▶ ended ─▶ learn        each dispatched choice is ended; learn follows only
+                                                                 if there was an answer
 
-The choice knows where a prompt's KV is from three sources: the KV events of engines (residency/); for engines without
-events, and for prompts whose events have not arrived yet, the requests that this gateway sent (prefixes.py); for L1s,
-L2 tiers and peers, the instances that controllers name (controllers/).
+Three sources tell the choice where a prompt's KV is: engines' KV events (residency/); for engines without events, and
+for prompts whose events have not arrived yet, the requests that this gateway has sent (prefixes.py); for L1, L2 tiers
+and peers, the instances that the controllers list (controllers/).
 """
 
 from __future__ import annotations
@@ -36,67 +36,67 @@ if TYPE_CHECKING:
 
 
 PREFILLS = 1 << 62
-"""Offset of the number of a request that prefills for another engine from that of the client's request."""
+"""Added to a request's number to get the number of its prefill at another engine."""
 
 
 class Wanted(NamedTuple):
-    """What the choice goes by."""
+    """A request's inputs for the choice."""
 
     word: str
     """The request's id."""
     number: int
-    """Of all requests that have arrived."""
+    """Consecutive number of the request in this gateway."""
     model: str
-    """Empty: any."""
+    """Empty: any model."""
     tokens: int
-    """Estimated number of tokens of the prompt; at least 1."""
+    """Approximate number of the prompt's tokens; at least 1."""
     session: str = ""
     made_by: str = ""
-    """The only engine that can answer, while it serves; empty: each can."""
+    """Name of the engine that has the stored response which the request refers to; preferred while it serves."""
     keys: Sequence[bytes] = ()
-    """Of the prompt's pieces, see prefixes.py."""
+    """Keys of the prompt's pieces (prefixes.py)."""
     prompt: Prompt | None = None
-    """Its token ids; None: not known."""
+    """The prompt's token ids; None: unknown."""
     held: Sequence[Copy] = ()
-    """Where instances hold the prompt, see controllers/."""
+    """The prompt's copies in instances and their tiers (controllers/)."""
     streams: bool = True
-    """Whether the answer is streamed, so that its first byte shows that the prompt was computed."""
+    """Whether the answer's first byte follows the prompt's prefill; False: the answer comes whole at its end."""
     slo: SloSettings | None = None
     """Its class of service."""
     arrived_s: float = 0.0
     contract: Contract = ""
-    """The contract by which one engine may compute the prompt for another; empty: none may."""
+    """How one engine may compute the prompt for another; empty: no split."""
 
 
 @dataclass(slots=True)
 class Choice:
-    """An engine chosen for a request, the engine's state at that time, and the progress of the request there."""
+    """The choice of an engine for a request, its inputs, and the request's progress at the engine."""
 
     wanted: Wanted
     engine: ServingEngine
     cached_tokens: int
-    """Estimated number of the prompt's tokens that it has cached."""
+    """Number of the prompt's tokens that the engine is expected to have cached."""
     cached_exact: int
-    """Number of tokens that are certainly in its own cache."""
+    """Number of the prompt's tokens that its KV events confirm in its own cache."""
     loadable: int
-    """Number of tokens that it can load: those that its server or a peer holds."""
+    """Length of the longest prefix that it can load from its instance or from another one's."""
     at_s: float
     decision: Decision | None = None
-    """None: no other engine could answer."""
+    """None: only this engine has the stored response."""
     kept: Kept | None = None
-    """For operators; None: too many at once."""
+    """The record for operators; None: too many decisions in this second."""
     prefill: Choice | None = None
-    """The engine that computes the prompt for this one; None: this one does."""
+    """The choice of the engine that computes the prompt for this one; None: no split."""
     flight: Flight | None = None
-    """None: not dispatched."""
+    """The request in the engine's queue; None: not dispatched."""
     sent: Pieces | None = None
     """Its prompt's pieces; None: not dispatched."""
     decoded: Decoded | None = None
-    """Of an answer that has ended and came as a stream."""
+    """Measurements of a streamed answer that has ended; else None."""
 
     @property
     def way(self) -> Way | None:
-        """The planned way of getting the prefix; None: not planned."""
+        """How the engine is to get the prompt's prefix; None: not planned."""
         return self.decision.way if self.decision is not None else None
 
 
@@ -119,20 +119,20 @@ class Choosing:
         self.prefixes = Prefixes()
         self.decisions = Decisions(now_s)
         self.teller: Teller | None = None
-        """Sends events to other gateways; None: no gateways share."""
+        """Sends this gateway's events to other gateways; None: no sharing."""
         self._busy: dict[str, float] = {}
-        """Time at which loads from a peer should have ended, by the peer's name."""
+        """By peer: when all planned loads from it are expected to have ended."""
         self.freed: Callable[[], None] = lambda: None
         """Called when an engine may have room again."""
         self._sent: dict[bytes, int] = {}
-        """Requests in flight by the keys of their prompts' pieces."""
+        """By key of a piece: number of requests in flight whose prompts have it."""
 
     def candidates(self, model: str, without: Iterable[ServingEngine]) -> list[ServingEngine]:
-        """The engines to which a request for a model may be sent."""
+        """The engines and ranks to which a request of a model may be sent."""
         return self._fleet.targets(model, without).targets
 
     def choose(self, wanted: Wanted, tried: Iterable[ServingEngine] = ()) -> Choice | None:
-        """Choose the engine for a request, except those in `tried`; None if no other engine serves its model."""
+        """Choose an engine for a request, without those in `tried`; None if no other engine serves its model."""
         serving = self._fleet.targets(wanted.model, tried)
         if not serving.targets:
             return None
@@ -201,7 +201,7 @@ class Choosing:
         return choice
 
     def _takes(self, engine: ServingEngine, number: int) -> bool:
-        """Whether a request may go to an engine that has nothing of it: to one that has just returned, only a share."""
+        """Whether a request may go to an engine that has none of its prefix; a returned engine gets a share of them."""
         share = self._fleet.share(engine)
         return share >= 1.0 or zlib.crc32(f"{number} {engine.name}".encode()) < share * (1 << 32)
 
@@ -228,20 +228,20 @@ class Choosing:
         )
 
     def _sharing(self, wanted: Wanted, knowledge: Knowledge) -> int:
-        """Requests in flight whose prompts begin with the longest prefix of this one that any engine has."""
+        """Number of requests in flight whose prompts begin with this prompt's longest prefix that an engine has."""
         pieces = longest(knowledge) // PIECE_TOKENS
         return (
             self._sent.get(wanted.keys[min(pieces, len(wanted.keys)) - 1], 0) if pieces and wanted.keys else 0
         )
 
     def none_serves(self, model: str) -> Failure:
-        """The refusal because no engine serves a model (empty: any model)."""
-        is_known = model in self._fleet.served  # its engine may just restart
+        """The refusal if no engine was found for a model (empty: for any model)."""
+        is_known = model in self._fleet.served  # an engine that had it may be restarting
         if model and not is_known and self._fleet.knows_all_models() and not self._fleet.serving(model):
             return Failure(404, "model_not_found", f"model: no engine here has {model!a:.200}", "model")
         known = len(self._fleet.engines)
         that = f" that has the model {model!a:.200}" if model else ""
-        says = f"no engine serves now ({known} known){that}; come again in a second"
+        says = f"no engine serves now ({known} known){that}; try again in a second"
         return Failure(503, "no_engine", says, retry_after_s=1)
 
     def slo_of(self, request: Arrived) -> SloSettings | None:
@@ -249,9 +249,9 @@ class Choosing:
         return self._meters.slo.get(request.slo)
 
     def late_s(self, choice: Choice, request: Arrived) -> float:
-        """Seconds from its class's limit to the expected first token; 0 or less: in time, as far as it is known.
+        """Seconds by which the first token is expected after its class's limit; 0 or less: in time, or unknown.
 
-        Nothing is known without a measured rate, and an idle engine is soon enough.
+        It is unknown without a measured rate; an idle engine counts as in time.
         """
         slo, way, engine = self.slo_of(request), choice.way, choice.engine
         is_known = way is not None and engine.load.requests and self._fleet.measured(engine)
@@ -260,12 +260,12 @@ class Choosing:
         return self._now_s() - request.arrived_s + way.ttft_s - slo.ttft_ms / 1_000
 
     def unreachable(self, slo: SloSettings, late_s: float) -> Failure:
-        """The refusal of a request whose first token would come `late_s` too late."""
-        says = f"the first token is expected {late_s:.2f} s later than class {slo.name!r} allows; come again later"
+        """The refusal of a request whose first token would be `late_s` seconds late."""
+        says = f"the first token is expected {late_s:.2f} s later than class {slo.name!r} allows; try again later"
         return Failure(429, "slo_unreachable", says, retry_after_s=max(1, math.ceil(late_s)))
 
     def dispatched(self, choice: Choice) -> None:
-        """The request is sent to the engine, and its prompt to the one that computes it."""
+        """Count the request at its engine, and a split's prefill at the engine that computes it."""
         wanted, engine, way = choice.wanted, choice.engine, choice.way
         ready_in_s = way.ttft_s if way is not None else 0.0
         for key in wanted.keys:
@@ -291,12 +291,12 @@ class Choosing:
         return max(1, choice.wanted.tokens - choice.cached_tokens)
 
     def _begins(self, choice: Choice, ready_in_s: float) -> None:
-        """The engine begins with the prompt: with the load first, if one is planned."""
+        """Count the start of the prompt's prefill, or of the load before it, and tell other gateways."""
         wanted, engine, way = choice.wanted, choice.engine, choice.way
         loads = way is not None and way.load_tokens > 0
         if way is not None and loads and choice.flight is not None:
-            choice.flight.spoil()  # the time to its first token will be that of a load
-            if (path := engine.load.paths.get(way.tier)) is not None:  # since the choice, peers may have gone
+            choice.flight.spoil()  # its time to first token includes a load, so it does not measure the prefill rate
+            if (path := engine.load.paths.get(way.tier)) is not None:  # peers may have gone since the choice
                 before_s = self._busy.get(way.source, 0.0)
                 path.free_s = max(path.free_s, before_s, self._now_s()) + way.load_tokens / path.tokens_s
                 if way.tier == "peer":
@@ -315,7 +315,7 @@ class Choosing:
             )
 
     def prefilled(self, choice: Choice, *, computed: bool) -> None:
-        """The engine that computes a prompt for another one has ended: `computed`, or without. Idempotent."""
+        """End a split's prefill; `computed`: it succeeded, so the answering engine begins. Idempotent."""
         leg = choice.prefill
         if leg is None or leg.flight is None or leg.flight.ended:
             return
@@ -330,7 +330,7 @@ class Choosing:
             self._begins(choice, way.load_s)
 
     def first_token(self, choice: Choice) -> None:
-        """The engine's answer has begun."""
+        """Record the first token of the answer."""
         wanted, engine, now_s = choice.wanted, choice.engine, self._now_s()
         if choice.flight is not None:
             self._fleet.answers(choice.flight)
@@ -343,7 +343,7 @@ class Choosing:
         self.freed()
 
     def ended(self, choice: Choice, *, answered: bool) -> None:
-        """The request has ended at this engine, with any outcome. `answered`: its first token had come."""
+        """Release what a dispatched choice occupies, whatever its outcome. `answered`: it had a first token."""
         leg = choice.prefill
         if leg is not None and leg.flight is not None and not leg.flight.ended:
             self.ended(leg, answered=False)
@@ -360,7 +360,7 @@ class Choosing:
         self.freed()
 
     def answered(self, choice: Choice, request: Arrived) -> None:
-        """Apply the `usage` of an answer that has ended."""
+        """Learn from the `usage` of an answer that has ended."""
         tokens = request.tokens
         prompt, cached = tokens.get("prompt", 0), tokens.get("cached")
         if prompt and cached is not None:
@@ -368,20 +368,20 @@ class Choosing:
         self.learn_answer(choice, tokens.get("completion", request.events))
 
     def learn_answer(self, choice: Choice, tokens: int) -> None:
-        """Record the number of tokens of an answer that has ended."""
+        """Learn the decode rate and the length of an ended answer; `tokens`: the answer's."""
         if choice.decoded is not None:
             self._fleet.decode_rates.observe(choice.engine.name, choice.wanted.model, choice.decoded, tokens)
 
     def learn(self, choice: Choice, prompt: int, cached: int) -> None:
-        """Learn from an answer the number of its prompt's tokens, and how many of them were cached."""
+        """Learn from an answer's `usage`: the number of its prompt's tokens, and how many of them were cached."""
         wanted, engine = choice.wanted, choice.engine
         if choice.kept is not None:
             choice.kept.cached_tokens = cached
         share = min(1.0, cached / prompt)
         if choice.flight is not None:
             if min(cached, choice.loadable) > choice.cached_exact:
-                choice.flight.spoil()  # some of the prompt was loaded, so its time does not tell how fast the engine is
-            # In our own count of tokens, so that no engine can make itself look fast by reporting many.
+                choice.flight.spoil()  # part of the prompt was loaded: its time does not measure the prefill rate
+            # Only the share is the engine's: an engine that reports too many tokens must not seem faster for it.
             choice.flight.report(round(wanted.tokens * (1.0 - share)))
         lacking = self.prefixes.mistaken(
             wanted.keys, engine.name, choice.cached_tokens / wanted.tokens, share

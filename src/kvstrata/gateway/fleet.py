@@ -1,7 +1,7 @@
 """The engines: which of them serve, which models they have, and how many requests each has under way.
 
     NEW ──▶ UP ◀──▶ DOWN            by probes (probing.py) and by refused connections
-     └───────┴───────┴──▶ LEAVING   removed from the settings; ends its requests
+     └───────┴───────┴──▶ LEAVING   removed from the settings; its requests may end
 
 Only an engine that is UP gets requests.  After each return its share grows from LEAST_SHARE to 1 within
 `SLOW_START_S`, since its caches are cold and its first steps compile.
@@ -35,9 +35,9 @@ SLOW_START_S = 10.0
 LEAST_SHARE = 0.25
 MAX_NAMES = 16_384
 ASSUMED_TOKENS_S = 10_000.0
-"""Assumed prefill rate until one engine has reported its tokens."""
+"""Assumed rate of prefill until the rate of an engine has been measured."""
 RATED_S, RATED_EACH_S = 0.1, 0.001
-"""Minimum interval of reads of the measured rates, and its increase per engine: a read takes a millisecond."""
+"""Minimum time between two updates of all rates, in total and per engine: an update takes a millisecond."""
 MAX_MODELS = 1_024
 DNS = "dns+"
 UNIX = "unix:"
@@ -53,27 +53,27 @@ class EngineState(enum.Enum):
 
 
 class Place(NamedTuple):
-    """The address of an engine, and its settings."""
+    """An engine's address and its settings."""
 
     name: str
     address: Address
     api_key: str = ""
-    """The engine's API key; empty: it requires none."""
+    """Empty: the engine needs none."""
     events: Source | None = None
-    """Where it publishes KV events, by the settings; None: it is asked."""
+    """Where it publishes KV events, by the settings; None: the engine is asked."""
     ranks: int = 0
-    """Number of its data-parallel ranks, by the settings; 0: it is asked."""
+    """Number of its data-parallel ranks, by the settings; 0: the engine is asked."""
     instance: str = ""
-    """The instance that it is attached to, by the settings; empty: instances report it."""
+    """The instance that it is attached to, by the settings; empty: the controllers report it."""
     role: Role = "both"
     user: str = ""
-    """User that may run it, besides root and this user, if it is on this host."""
+    """The user, besides root and the gateway's own, that may run it on this host; empty: no other."""
     bootstrap: str = ""
-    """Address of its MooncakeConnector's bootstrap server; empty: vLLM's default port at its host."""
+    """Address where its MooncakeConnector reports its id; empty: vLLM's default port at the engine's host."""
 
     @property
     def url(self) -> str:
-        """The engine's URL in the form that its instance reports."""
+        """The engine's URL as its instance reports it."""
         host = f"[{self.address.host}]" if ":" in self.address.host else self.address.host
         return f"{'https' if self.address.tls else 'http'}://{host}:{self.address.port}"
 
@@ -89,31 +89,31 @@ class ServingEngine:
         self.name = place.name
         """Name in logs and metrics."""
         self.rank = rank
-        """Number of this rank in its engine; None: this is an engine."""
+        """The rank's number in its engine; None: this is an engine."""
         self.process = owner or self
-        """The engine itself."""
+        """The engine of this rank, or this engine."""
         self.ranks: list[ServingEngine] = []
-        """The ranks of an engine with several."""
+        """The engine's ranks if it has several; else empty."""
         self.state = EngineState.NEW
         self.reason = "not probed yet"
         self.models: dict[str, dict[str, Any]] = {}
         """Its entries in /v1/models, by id."""
         self.load = Load(name=place.name, prefill_tokens_s=rates.rate(place.name, 0.0))
-        """The requests that this gateway, and the gateways that it hears from, have sent it; changed by `queue`."""
+        """Its state for the choice: requests of this gateway and of the gateways that share; updated by `queue`."""
         self.queue = Queue(self.load, rates)
         self.told: dict[Tier, LoadPath] = {}
-        """Its load rates from tiers as reported by its instance, see `rates.load_path`."""
+        """Rates of loads from tiers that its instance has measured (see `rates.load_path`)."""
         self.generation = 0
-        """Changes with each return, after which its cache is assumed empty."""
+        """Increases when it serves again after it was down; its cache then counts as empty."""
         self.failed_probes = 0
         self.heard_s = -math.inf
-        """When it last answered a request of this gateway."""
+        """Time of the last first token from it."""
         self.is_silent = False
-        """Whether it is down by time-outs alone."""
+        """Whether it is down only because it did not answer in time."""
         self.may_sleep = True
-        """Whether it may support /is_sleeping."""
+        """Whether probes ask it if it sleeps (/is_sleeping); False: it does not support that."""
         self.is_foreign = False
-        """Whether a process of another user listens at its address."""
+        """Whether a process of a user who may not run it listens at its address."""
         self.probed = asyncio.Event()
         """Set after the first probe."""
         self.up_since_s = 0.0
@@ -126,19 +126,19 @@ class ServingEngine:
 
     @property
     def targets(self) -> list[ServingEngine]:
-        """The targets of its requests: its ranks, or the engine itself if it has none."""
+        """The targets of requests: its ranks, or the engine itself if it has none."""
         return self.ranks or [self]
 
 
 class Serving(NamedTuple):
-    """The targets of requests for a model, in a fixed order; immutable."""
+    """The candidates for a model's requests, all lists in the same order. Shared: callers must not change it."""
 
     targets: list[ServingEngine]
     loads: list[Load]
     generations: dict[str, int]
-    """Generations by name, including those of `helpers`."""
+    """By name, including `helpers`."""
     helpers: list[ServingEngine]
-    """Engines of the model that compute prompts for others, and answer only if there are no others."""
+    """Engines of the model with the role `prefill`, if others serve it too; they only compute prompts for these."""
 
 
 class Fleet:
@@ -151,20 +151,20 @@ class Fleet:
         self.decode_rates = DecodeRates()
         self._instance_of: Callable[[ServingEngine], str] = lambda engine: ""
         self._tiers: set[Tier] = set()
-        """Tiers for which the engines' load rates are known."""
+        """Tiers for which `EngineState.paths` has entries."""
         self.peers = False
-        """Whether instances read from each other."""
+        """Whether instances read chunks from each other."""
         self._rated_s = float("-inf")
         self._leaving: list[ServingEngine] = []
         self.served: dict[str, None] = {}
-        """Names of models that some engine had: the newest MAX_NAMES."""
+        """Names of models that engines have or had: the newest MAX_NAMES, as an ordered set."""
         self._several: bool | None = None
         self._serving: dict[str, Serving] = {}
-        """Serving engines by model, until an engine changes."""
+        """Cache of `targets` by model; cleared when an engine changes."""
         self._returned: set[ServingEngine] = set()
-        """Engines that may not have their full share yet."""
+        """Engines whose share has not grown back to 1."""
         self.changed: Callable[[], None] = lambda: None
-        """Called when engines begin or cease to serve."""
+        """Called when engines start or stop serving."""
         self._log = EventLog("engines")
 
     def __iter__(self) -> Iterator[ServingEngine]:
@@ -172,7 +172,7 @@ class Fleet:
         return iter([*self.engines.values(), *self._leaving])
 
     def set_places(self, places: Iterable[Place]) -> list[ServingEngine]:
-        """Replace the engines by these; those that stay keep their state. Returns the new ones."""
+        """Replace the engines by these; one with the same name and address keeps its state. Returns the new ones."""
         wanted = {place.name: place for place in places}
         fresh: list[ServingEngine] = []
         redivided: list[ServingEngine] = []
@@ -201,7 +201,7 @@ class Fleet:
         return fresh
 
     def set_ranks(self, engine: ServingEngine, count: int) -> None:
-        """Set an engine's number of ranks, each of which gets requests; fewer than two: it is not divided."""
+        """Set the number of an engine's ranks, which get its requests; fewer than two: the engine itself gets them."""
         count = count if count > 1 else 0
         left, engine.ranks = engine.ranks[count:], engine.ranks[:count]
         for rank in left:
@@ -213,7 +213,7 @@ class Fleet:
         self.changed()
 
     def _tell_ranks(self, engine: ServingEngine) -> None:
-        """Copy an engine's place and state to its ranks. Called after each change of an engine."""
+        """Copy an engine's place and state to its ranks. Must be called after each change of an engine."""
         self._serving.clear()
         for rank in engine.ranks:
             rank.place = engine.place._replace(name=rank.name)
@@ -224,14 +224,14 @@ class Fleet:
             self._rate_paths(target)
 
     def attach(self, instance_of: Callable[[ServingEngine], str], *, peers: bool) -> None:
-        """Set the instances to which engines are attached (empty: unknown), and whether these read each other."""
+        """Set how to find an engine's instance ("": unknown), and whether instances read from each other (`peers`)."""
         self._instance_of, self.peers = instance_of, peers
         self._tiers -= set() if peers else {"peer"}
         for engine in self.engines.values():
             self._tell_ranks(engine)
 
     def _leaves(self, target: ServingEngine, reason: str) -> None:
-        """Wait for the end of a target's requests, then forget it."""
+        """Send a target no more requests; it is forgotten when its requests have ended."""
         target.state, target.reason = EngineState.LEAVING, reason
         if target.queue.period is not None:
             target.queue.period.spoil()
@@ -240,7 +240,7 @@ class Fleet:
         self._leaving.append(target)
 
     def target(self, name: str) -> ServingEngine | None:
-        """The engine or rank with this name."""
+        """The engine or rank with a name; None: unknown."""
         engine = self.engines.get(name)
         if engine is not None and not engine.ranks:
             return engine
@@ -249,13 +249,13 @@ class Fleet:
         return next((one for one in targets if one.name == name), None)
 
     def _places(self) -> Iterator[ServingEngine]:
-        """All engines of the settings and all their ranks."""
+        """All engines and all their ranks, without those that leave."""
         for engine in self.engines.values():
             yield engine
             yield from engine.ranks
 
     def up(self, engine: ServingEngine, models: Mapping[str, dict[str, Any]]) -> None:
-        """A probe was answered."""
+        """Record a successful probe; `models`: the engine's entries of /v1/models."""
         if not models.keys() <= self.served.keys():
             self.served = dict.fromkeys([*self.served, *models][-MAX_NAMES:])
         if engine.models != models:
@@ -274,7 +274,7 @@ class Fleet:
         self.changed()
 
     def down(self, engine: ServingEngine, reason: str, *, silent: bool = False) -> None:
-        """The engine gets no requests until a probe is answered. `silent`: it did not answer in time."""
+        """Send an engine no requests until a probe succeeds. `silent`: it did not answer in time."""
         if engine.state is EngineState.LEAVING:
             return
         if engine.state is not EngineState.DOWN:
@@ -284,16 +284,16 @@ class Fleet:
         self.changed()
 
     def next_room_s(self) -> float:
-        """Time at which a prompt will free its place at an engine without a report; infinite: none will."""
+        """The next time at which some non-streamed prompt ceases to take room at its engine; infinite: none will."""
         now_s = self._now_s()
         return min((one.queue.next_room_s(now_s) for one in self._places()), default=math.inf)
 
     def measured(self, engine: ServingEngine) -> bool:
-        """Whether the engine's own rate was measured."""
+        """Whether the engine's own prefill rate was measured."""
         return self.rates.samples(engine.name) > 0
 
     def numbers(self, engine: ServingEngine) -> dict[str, float | bool]:
-        """An engine's counters and measurements for the status page; summed over its ranks."""
+        """An engine's counters and rates for the status page, aggregated over its ranks."""
         now_s, targets = self._now_s(), engine.targets
         loads = [one.load for one in targets]
         return {
@@ -305,7 +305,7 @@ class Fleet:
         }
 
     def answers(self, flight: Flight) -> None:
-        """The first part of a request's answer has come. `flight`: what `began` returned."""
+        """Record a request's first token; at intervals also update all engines' rates. `flight`: `Queue.send`'s."""
         now_s = self._now_s()
         flight.queue.first_token(flight, now_s)
         if now_s >= self._rated_s + max(RATED_S, RATED_EACH_S * len(self.engines)):
@@ -315,22 +315,22 @@ class Fleet:
                 self._rate_paths(each)
 
     def share(self, engine: ServingEngine) -> float:
-        """The share of the usual load that an engine may get now."""
+        """The share of its usual requests that an engine may get now: less than 1 soon after its return."""
         if engine not in self._returned:
             return 1.0
         grown = (self._now_s() - engine.up_since_s) / SLOW_START_S
         return min(1.0, LEAST_SHARE + (1 - LEAST_SHARE) * max(0.0, grown))
 
     def returned(self) -> list[ServingEngine]:
-        """Engines that may not get their whole share yet."""
+        """Engines whose share is still below 1."""
         for one in [one for one in self._returned if self.share(one) >= 1.0]:
             self._returned.discard(one)
         return list(self._returned)
 
     def serving(self, model: str, but: Iterable[ServingEngine] = ()) -> list[ServingEngine]:
-        """The engines that are up and have the model (empty: any model), without those in `but` and their ranks.
+        """The engines that are up and have the model (empty: any model), except those in `but` or with ranks in it.
 
-        If there are none, those that are down by time-outs alone: engines that are merely busy must not all be lost.
+        If there are none, the engines that are down by time-outs alone, since they may merely be busy.
         """
         without = {engine.process for engine in but}
         found = [
@@ -343,7 +343,7 @@ class Fleet:
         return up or [engine for engine in found if engine.state is EngineState.DOWN and engine.is_silent]
 
     def targets(self, model: str, but: Iterable[ServingEngine] = ()) -> Serving:
-        """The targets of a request for the model: `serving`, with ranks in place of engines that have several."""
+        """The candidates for a request of the model: `serving`, with ranks in place of engines that have several."""
         known = None if but else self._serving.get(model)
         if known is None:
             found = [target for engine in self.serving(model, but) for target in engine.targets]
@@ -359,19 +359,19 @@ class Fleet:
         return known
 
     def _entry(self, model: str) -> dict[str, Any] | None:
-        """The entry of a model in /v1/models of the first engine that has it."""
+        """A model's entry of /v1/models at the first engine that has it; None: no engine has it."""
         return next((one.models[model] for one in self.engines.values() if model in one.models), None)
 
     def adapter(self, model: str) -> str:
-        """The adapter that a model's name denotes; empty: it denotes a base model, or no engine has it."""
+        """The name itself if it names an adapter; empty: it names a base model, or no engine has it."""
         return model if (self._entry(model) or {}).get("parent") else ""
 
     def root(self, model: str) -> str:
-        """The model that a name denotes, equal for all its aliases."""
+        """The model that a name stands for; the same for all its aliases."""
         return _word((self._entry(model) or {}).get("root")) or model
 
     def several(self) -> bool:
-        """Whether engines serve different models, adapters and aliases aside."""
+        """Whether engines serve more than one model; adapters and aliases do not count."""
         if self._several is None:
             entries = (pair for engine in self.engines.values() for pair in engine.models.items())
             roots = {str(one.get("root") or name) for name, one in entries if not one.get("parent")}
@@ -379,12 +379,12 @@ class Fleet:
         return self._several
 
     def parent(self, model: str) -> str:
-        """The base model of a model's name, as engines report it: itself unless it is an adapter; empty: unknown."""
+        """The base model of a name, as engines report it: the name itself unless it is an adapter; empty: unknown."""
         entry = self._entry(model)
         return "" if entry is None else _word(entry.get("parent")) or model
 
     def know_paths(self, tiers: set[Tier]) -> None:
-        """Add these tiers to those with known load rates, with the last measured rates."""
+        """Keep `EngineState.paths` to these tiers too from now on, at their last measured rates."""
         if not tiers <= self._tiers:
             self._tiers |= tiers
             for each in self._places():
@@ -398,11 +398,11 @@ class Fleet:
             path.free_s = before[tier].free_s if tier in before else 0.0
 
     def knows_all_models(self) -> bool:
-        """Whether each engine has reported its models, so that a model that none has does not exist."""
+        """Whether all engines are up, so that a model that none of them has does not exist."""
         return bool(self.engines) and all(engine.state is EngineState.UP for engine in self.engines.values())
 
     def models(self) -> dict[str, dict[str, Any]]:
-        """The entries of /v1/models of all engines that are up, by id; the first engine's stands for a model."""
+        """The entries of /v1/models of all serving engines, by id; of several, the first engine's."""
         found: dict[str, dict[str, Any]] = {}
         for engine in self.serving(""):
             for name, entry in engine.models.items():
@@ -415,7 +415,7 @@ def _word(told: object) -> str:
 
 
 def place_of(settings: EngineSettings, api_key: str) -> Place:
-    """The place of an engine that the settings name; for a DNS name, of one with this name."""
+    """The place of an engine in the settings; for `dns+…` URLs, with the DNS name as its host. Raises ConfigError."""
     if settings.url.startswith(UNIX):
         path = settings.url.removeprefix(UNIX)
         address, name = Address(path, 0, False, "localhost"), path[1:].replace("/", "-")
@@ -438,7 +438,7 @@ def place_of(settings: EngineSettings, api_key: str) -> Place:
 
 @functools.lru_cache(8_192)
 def endpoint_of(address: Address) -> str:
-    """`ip:port` or socket of an engine; empty: it is known by a name, which Envoy cannot be told."""
+    """`ip:port` or socket path of an engine for Envoy; empty: the address is a host name, which Envoy cannot use."""
     if address.host.startswith("/"):
         return address.host
     try:

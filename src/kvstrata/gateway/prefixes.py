@@ -1,13 +1,13 @@
-"""The gateway's memory of prompts: which prefixes each engine was sent, and when.
+"""The gateway's memory of prompts: which prefixes were sent to each engine, and when.
 
-This is an approximation that needs neither tokenizers nor events of engines.  A prompt is the JSON text of its
-messages, cut into pieces of PIECE_BYTES; a piece's key is a hash of it, of all pieces before it, and of everything else
-that decides what KV the prompt has (model, tenant, tools, system prompt, cache salt).  A conversation's next turn
-begins with the same text, so it finds the pieces of the turns before.
+This is an approximation that needs neither tokenizers nor KV events.  A prompt is the JSON text of its messages, cut
+into pieces of PIECE_BYTES; a piece's key is a hash of it, of all pieces before it, and of everything else on which the
+prompt's KV depends (model, tenant, tools, system prompt, cache salt).  A conversation's next turn begins with the same
+text, so its first pieces have the same keys.
 
-1. Only whole pieces have keys.  Keys reveal nothing without the secret, which belongs to this process, or to all
-   gateways that share (sharing/).
-2. An engine is remembered together with its generation: after it was down, its cache is assumed empty.
+1. Only whole pieces have keys.  Keys reveal nothing without the secret, which only this process has, or all gateways
+   that share (sharing/).
+2. An engine is remembered together with its generation: after it was down, its cache is assumed to be empty.
 3. At most MAX_KEYS keys are kept; the least recently used one is forgotten first.
 4. An engine's reported hits correct the memory (`mistaken`).
 """
@@ -25,17 +25,17 @@ from kvstrata.native.core import chain_keys
 
 PIECE_BYTES = 1_024
 TOKEN_BYTES = 4
-"""Assumed bytes of text per token."""
+"""Approximate bytes of text per token."""
 PIECE_TOKENS = PIECE_BYTES // TOKEN_BYTES
 MAX_PIECES = 4_096
-"""Maximum number of pieces that are remembered of one prompt, from its start."""
+"""Maximum number of pieces of one prompt, from its start, that are remembered."""
 KEY_BYTES = 16
 MAX_KEYS = 1 << 18
 _SECRET = secrets.token_bytes(32)
 
 
 class Pieces:
-    """Pieces of one prompt that was sent to an engine."""
+    """Pieces of one prompt that were sent to an engine."""
 
     __slots__ = ("at_s", "computed", "generation", "losses", "ready_at_s")
 
@@ -44,15 +44,15 @@ class Pieces:
     ) -> None:
         self.generation, self.at_s = generation, at_s
         self.computed = computed
-        """Whether the first token of a request with them has come."""
+        """Whether the request's first token has come."""
         self.ready_at_s = ready_at_s
-        """When it is expected to come."""
+        """Expected time of the first token."""
         self.losses = losses
-        """Number of times that pieces had been forgotten before; -1: some belong to another request under way."""
+        """`Prefixes._losses` at the time of sending; -1: some pieces belong to another request under way."""
 
 
 def keys_of(context: Iterable[bytes], text: bytes, secret: bytes = _SECRET) -> list[bytes]:
-    """The keys of a prompt's pieces. `context`: everything but the text that decides its KV. `secret`: 32 bytes."""
+    """The keys of a prompt's pieces. `context`: everything but the text on which its KV depends. `secret`: 32 bytes."""
     start = hashlib.blake2b(key=secret, digest_size=32)
     for part in context:
         start.update(len(part).to_bytes(8, "big") + part)
@@ -82,14 +82,14 @@ class Prefixes:
         *,
         computed: bool = False,
     ) -> Pieces:
-        """An engine was sent these pieces, and is expected to have them at `ready_at_s`, or has `computed` them.
+        """Remember pieces that were sent to an engine, expected to be computed at `ready_at_s`, or already `computed`.
 
-        Returns the argument for `computed`.
+        Returns the record for `Prefixes.computed`.
         """
         sent = again = Pieces(generation, now_s, ready_at_s, self._losses, computed=computed)
         last: Pieces | None = None
         known = self._sent
-        for key in reversed(keys):  # of a prompt the end is forgotten first
+        for key in reversed(keys):  # so that a prompt's end is forgotten first
             if (engines := known.get(key)) is None:
                 known[key] = {engine: sent}
                 continue
@@ -97,7 +97,7 @@ class Prefixes:
             if before is None or before.generation != generation or computed:
                 engines[engine] = sent
             elif before.computed:
-                if before is not last:  # mostly all pieces were sent together
+                if before is not last:  # pieces that were sent together share a record
                     last = before
                     again = Pieces(generation, now_s, before.ready_at_s, self._losses, computed=True)
                 engines[engine] = again
@@ -109,20 +109,20 @@ class Prefixes:
         return sent
 
     def computed(self, sent: Pieces, keys: Sequence[bytes], engine: str, now_s: float) -> None:
-        """An engine has computed these pieces, of which `note` has returned this."""
+        """Mark pieces as computed; `sent`: returned by `note` for them."""
         sent.computed, sent.at_s = True, now_s
-        if sent.losses != self._losses:  # some are not marked by this
+        if sent.losses != self._losses:  # some pieces have another record, or were forgotten
             self.note(keys, engine, sent.generation, now_s, computed=True)
 
     def take_back(self, keys: Sequence[bytes], engine: str) -> None:
-        """A request with these pieces has ended before its first token: forget those that no request has computed."""
+        """Forget those pieces of a request without a first token that no other request has computed."""
         waiting = [
             key for key in keys if engine in (found := self._sent.get(key, {})) and not found[engine].computed
         ]
         self.forget(waiting, engine)
 
     def forget(self, keys: Sequence[bytes], engine: str) -> None:
-        """An engine has not computed these pieces, or no longer has them."""
+        """Forget that an engine has these pieces."""
         self._losses += 1
         for key in keys:
             engines = self._sent.get(key)
@@ -136,10 +136,10 @@ class Prefixes:
         now_s: float,
         heard: Callable[[str], Cache | None] = lambda name: None,
     ) -> list[Copy]:
-        """The longest prefix that each engine was sent, for engines of these generations.
+        """The longest prefix that was sent to each engine, for engines with these generations.
 
-        `heard`: whether an engine's events are received.  Pieces that such an engine has computed count only until
-        their event must have arrived, unless events were lost since, and not if its cache was emptied since.
+        `heard`: the cache known from an engine's KV events; None: no events.  With events, pieces that the engine has
+        computed are `unconfirmed`, or `degraded` if events were lost since, and absent if its cache was emptied since.
         """
 
         def has(sent: Pieces | None, name: str) -> bool:
@@ -151,7 +151,7 @@ class Prefixes:
         def certainty(sent: Pieces, name: str) -> Certainty:
             if not sent.computed:
                 return "predicted"
-            # Without events, or if they may be among those that were lost, nothing will tell more of it.
+            # Without events, or if these pieces' event may be among the lost ones, no confirmation will come.
             told = heard(name)
             return "degraded" if told is None or told.missed_s >= sent.at_s else "unconfirmed"
 
@@ -160,7 +160,7 @@ class Prefixes:
         before = None
         for number, key in enumerate((*keys, b"")):
             engines = self._sent.get(key, {})
-            if engines == before:  # mostly all pieces were sent together
+            if engines == before:  # the common case: all pieces were sent together
                 continue
             counts.update((name, (number, sent)) for name, sent in alive.items())
             alive = {
@@ -184,9 +184,9 @@ class Prefixes:
     def mistaken(
         self, keys: Sequence[bytes], engine: str, predicted_share: float, share: float
     ) -> Sequence[bytes] | None:
-        """Compare the predicted cached share of a prompt with the one that the engine reports; forget missing pieces.
+        """Compare the predicted cached share of a prompt with the share that the engine reports.
 
-        Returns the pieces that it lacks if it had less than half of what was predicted.
+        If it is less than half of the predicted one, the keys beyond it are forgotten and returned; else None.
         """
         if predicted_share <= 0 or share >= predicted_share / 2:
             return None

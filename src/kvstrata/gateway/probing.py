@@ -1,8 +1,8 @@
 """Probes engines, resolves DNS names of engines, and keeps the fleet up to date.
 
-A probe requests `/health` and `/v1/models`, and asks whether the engine sleeps if it supports sleep.  Replies are
-bounded and checked: an engine whose replies are not like vLLM's does not serve.  An engine that begins to serve is
-asked where it publishes its KV events and so how many data-parallel ranks it has; only its own host is subscribed to.
+A probe requests `/health`, `/v1/models` and, if the engine supports sleep, `/is_sleeping`.  Responses are bounded and
+checked: an engine whose responses differ from vLLM's gets no requests.  An engine that starts to serve is asked where
+it publishes its KV events, and so how many data-parallel ranks it has; only addresses of its own host are accepted.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from kvstrata.process.ports import port_uids
 from kvstrata.process.supervisor import Supervisor
 
 MAX_MODELS_BYTES = 4 << 20
-"""Maximum size of an answer to /v1/models; an adapter's entry takes about 500 bytes."""
+"""Maximum size of a probe's response; an adapter's entry takes about 500 bytes."""
 MAX_ADDRESSES = 1_024
 ASK_AGAIN_S = 30.0
-"""Time until an engine is asked again that did not say where it publishes."""
+"""Time until an engine that did not report where it publishes KV events is asked again."""
 FAILURES, AGAIN_S = 2, 0.1
-"""Number of failed probes in a row after which an engine gets no more requests, and the pause between them."""
+"""Number of failed probes in a row after which an engine is down; time between a failed probe and the next one."""
 
 
 class _Models(msgspec.Struct):
@@ -54,13 +54,13 @@ class _Sleep(msgspec.Struct):
 
 
 class _Asked(NamedTuple):
-    """An engine was asked where it publishes KV events."""
+    """Under which settings an engine was asked where it publishes KV events."""
 
     events: Source | None
     ranks: int
-    """Number of ranks in the settings at that time."""
+    """`Place.events` and `Place.ranks` at that time."""
     again_s: float
-    """When it is to be asked again."""
+    """Time at which it is asked again; infinite: never."""
 
 
 class Probing:
@@ -84,26 +84,26 @@ class Probing:
         self._asked: dict[ServingEngine, _Asked] = {}
         self._now_s = now_s
         self._engines: list[tuple[EngineSettings, str]] = []
-        """The engines of the settings, each with its API key."""
+        """The settings' engines, each with its API key."""
         self._resolved: dict[str, list[str]] = {}
-        """Addresses of DNS names, by URL, as they were last resolved."""
+        """By URL: the IP addresses of its host at the last successful resolution."""
         self._found: list[Place] = []
-        """Engines that Kubernetes names."""
+        """Engines from Kubernetes."""
         self._now: dict[ServingEngine, asyncio.Event] = {}
         self._log = EventLog("probing")
 
     def set_engines(self, engines: Iterable[tuple[EngineSettings, str]]) -> None:
-        """Set the engines of the settings (DNS names as last resolved); engines that were found stay."""
+        """Replace the settings' engines; DNS names keep the addresses of their last resolution."""
         self._engines = list(engines)
         self._apply()
 
     def set_found(self, places: list[Place]) -> None:
-        """Set the engines that were found; those of the settings stay."""
+        """Replace the engines from Kubernetes."""
         self._found = places
         self._apply()
 
     def listens(self, wanted: bool) -> None:
-        """Whether the gateway subscribes to engines' KV events."""
+        """Set whether to subscribe to engines' KV events."""
         self._listens = wanted
         if not wanted:
             for engine in list(self._asked):
@@ -117,20 +117,20 @@ class Probing:
             now.set()
 
     async def keep_resolved(self) -> None:
-        """Resolve the DNS names periodically."""
+        """Resolve the DNS names every `health.probe_s`, until cancelled."""
         while True:
             await asyncio.sleep(self.settings.probe_s)
             await self.resolve()
 
     async def probed(self) -> None:
-        """Wait until each engine has answered its first probe, or failed it."""
+        """Wait until each engine's first probe has ended, for at most `health.timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.settings.timeout_s):
                 for engine in list(self._fleet.engines.values()):
                     await engine.probed.wait()
 
     async def resolve(self) -> None:
-        """Resolve the DNS names; a name that cannot be resolved now keeps the engines that it had."""
+        """Resolve the DNS names once; a name that cannot be resolved keeps its engines."""
         for settings, key in self._engines:
             named = settings.url.startswith(DNS) or not endpoint_of(place_of(settings, key).address)
             if named and (addresses := await self._addresses(settings)) is not None:
@@ -138,7 +138,7 @@ class Probing:
         self._apply()
 
     def _apply(self) -> None:
-        """Pass the engines of the settings and those that were found to the fleet, and probe new ones."""
+        """Give the fleet the engines of the settings and of Kubernetes, and start to probe new ones."""
         places: list[Place] = []
         for settings, key in self._engines:
             place, found = place_of(settings, key), self._resolved.get(settings.url, [])
@@ -146,14 +146,14 @@ class Probing:
                 places += [] if settings.url.startswith(DNS) else [place]
             elif settings.url.startswith(DNS):
                 places += [_at(place, one)._replace(name=f"{place.name}/{one}") for one in found]
-            else:  # Envoy must be told an address
+            else:  # one engine by its host's name, of which Envoy needs an IP address
                 places.append(_at(place, place.address.host if place.address.host in found else found[0]))
         for engine in self._fleet.set_places([*places, *self._found]):
             self._now[engine] = asyncio.Event()
             self._supervisor.spawn(self._keep_probed(engine), f"probe-{engine.name}")
 
     async def probe(self, engine: ServingEngine) -> None:
-        """Ask an engine whether it serves, and which models."""
+        """Probe an engine once, and record the result in the fleet."""
         reason, silent = "", False
         try:
             async with asyncio.timeout(self.settings.timeout_s):
@@ -184,9 +184,9 @@ class Probing:
         except TimeoutError:
             reason, silent = f"no answer within {self.settings.timeout_s:g} s", True
             if self._now_s() - engine.heard_s < self.settings.probe_s + self.settings.timeout_s:
-                return  # an answer counts as a probe: it is busy
+                return  # it has just answered a request, so it is only busy
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            reason = f"a probe is answered with something else than vLLM answers: {error}"
+            reason = f"the response to a probe is not vLLM's: {error}"
         except LinkBroken as error:
             reason = str(error)
         engine.failed_probes, engine.may_sleep = engine.failed_probes + 1, True
@@ -194,7 +194,7 @@ class Probing:
             self._fleet.down(engine, reason, silent=silent)
 
     def _has_asked(self, engine: ServingEngine) -> bool:
-        """Whether the engine was asked under the settings that it has now."""
+        """Whether the engine has been asked under its current settings, and need not be asked again yet."""
         asked, place = self._asked.get(engine), engine.place
         return (
             asked is not None
@@ -203,7 +203,7 @@ class Probing:
         )
 
     async def _hear(self, engine: ServingEngine) -> None:
-        """Learn the ranks of an engine that begins to serve, and subscribe to their KV events."""
+        """Find out an engine's ranks, and subscribe to the KV events that they publish."""
         place, again_s, sources = engine.place, math.inf, list[Source]()
         try:
             sources = await self._sources(engine)
@@ -223,13 +223,13 @@ class Probing:
         self._residency.listen(engine, dict(zip(names, sources, strict=False)))
 
     async def _sources(self, engine: ServingEngine) -> list[Source]:
-        """Where each rank of an engine publishes. Raises ValueError, LinkBroken and TimeoutError."""
+        """The sources of KV events of an engine's ranks. Raises ValueError, LinkBroken and TimeoutError."""
         place = engine.place
         if place.events is not None:
             if not place.events.endpoint:
                 return []
             return [of_rank(place.events, rank) for rank in range(max(1, place.ranks))]
-        # Less than the probe's own time: an engine that does not answer this serves all the same.
+        # Half of the probe's time, so that an engine that does not answer this question can still pass the probe.
         async with asyncio.timeout(self.settings.timeout_s / 2):
             status, body = await self._get(engine, "/kv_event_sources")
         host = "127.0.0.1" if place.address.host.startswith("/") else place.address.host
@@ -250,7 +250,7 @@ class Probing:
             return None
 
     async def _keep_probed(self, engine: ServingEngine) -> None:
-        """Probe an engine until it is no longer in the settings."""
+        """Probe an engine every `health.probe_s` until it is LEAVING."""
         now = self._now[engine]
         try:
             while engine.state is not EngineState.LEAVING:
@@ -269,19 +269,19 @@ class Probing:
 
 
 def _at(place: Place, host: str) -> Place:
-    """The same place at an address of its host."""
+    """The place with an IP address of its host; the host's name is kept for TLS."""
     return place._replace(address=place.address._replace(host=host, name=place.address.host))
 
 
 def uid_of(user: str) -> int:
-    """The number of a user that is given by name or number; -1: nobody has this name."""
+    """The uid of a user given by name or number; -1: no such user."""
     with contextlib.suppress(KeyError):
         return int(user) if user.isdigit() else pwd.getpwnam(user).pw_uid
     return -1
 
 
 def _strangers(place: Place) -> str:
-    """Why the process that listens at a place on this host is not its engine; empty: it may be. Any thread."""
+    """The reason why the process that listens at a local place cannot be its engine; empty: it can. Any thread."""
     uids: set[int] = set()
     host, port = place.address.host, place.address.port
     with contextlib.suppress(OSError, ValueError):
@@ -295,13 +295,13 @@ def _strangers(place: Place) -> str:
     if not uids - ours:
         return ""
     users = " and ".join(map(str, sorted(uids - ours)))
-    return f"uid {users} listens there, and not root or this gateway's user; if it is the engine's, set engines[].user"
+    return f"uid {users} listens at its address, not root or the gateway's user; set engines[].user to allow that"
 
 
 def models_in(body: bytes) -> dict[str, dict[str, Any]]:
-    """The entries of an answer to /v1/models by id. Raises msgspec.DecodeError."""
+    """The entries of a response of /v1/models, by id. Raises msgspec.DecodeError."""
     entries = msgspec.json.decode(body, type=_Models).data
     found = {one["id"]: one for one in entries if isinstance(one.get("id"), str)}
     if len(found) != len(entries):
-        raise msgspec.ValidationError("an entry of `data` has no `id`, or two have the same")
+        raise msgspec.ValidationError("an entry of `data` has no `id`, or two entries have the same")
     return found

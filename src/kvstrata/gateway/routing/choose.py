@@ -2,8 +2,8 @@
 
 1. Equal inputs give equal decisions, in any order of the engines.
 2. Near-ties are decided by a hash of the request's id.
-3. Only the arguments are read, and nothing is changed: the caller that sends the request reserves its tokens.
-4. Engines that cannot win are priced by a lower bound of their cost only, and the chosen one exactly.
+3. `choose` reads only its arguments and changes nothing; the caller counts the request at the engine when it sends it.
+4. The chosen engine's cost is exact; an engine that cannot win has only a lower bound of its cost.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from kvstrata.gateway.routing.price import (
 )
 
 ALTERNATIVES = 3
-"""Engines that a decision names beside the chosen one."""
+"""Maximum number of engines that a decision lists besides the chosen one."""
 
 
 class Policy(NamedTuple):
-    """How engines are compared."""
+    """A rule that compares engines."""
 
     name: str
     scores: Callable[[View], list[float]]
-    """What a request costs at each engine of the view, in its order; exactly where that is the least, else at least."""
+    """The cost of the request at each engine of the view, in the view's order; lower bounds except for the lowest."""
     explained: Callable[[View, int], Explained] = lambda view, index: Explained({})
-    """What stands behind the cost at one engine."""
+    """The parts of the cost at one engine."""
     share: float = 0.0
-    """Of the seconds that answers take, see price.py."""
+    """Weight of answers' seconds in the cost (price.py)."""
     near_share: float = 0.0
     """Costs at most this share above the lowest are a near-tie; 0: only equal costs are."""
     splits: bool = False
-    """Whether it may let another engine compute the prompt: it does iff that costs less."""
+    """Whether another engine may compute the prompt if that costs less."""
 
 
 def _least_loaded(view: View) -> list[float]:
@@ -56,24 +56,24 @@ def _least_loaded(view: View) -> list[float]:
 
 
 def _round_robin(view: View) -> list[float]:
-    """The engines in turn, in the order of their names, by the request's number."""
+    """Each engine in turn, ordered by name; the request's number gives the turn."""
     names = sorted(engine.name for engine in view.engines)
     turn = names[view.request.number % len(names)]
     return [0.0 if engine.name == turn else 1.0 for engine in view.engines]
 
 
 def _session(view: View) -> list[float]:
-    """All requests of a session at one engine, by rendezvous hash; without a session, the least requests in flight."""
+    """All requests of a session at one engine, by rendezvous hash; without a session, the fewest requests in flight."""
     if not view.request.session:
         return _least_loaded(view)
     chosen = ranked_first(view.request.session, [engine.name for engine in view.engines])
     return [0.0 if index == chosen else 1.0 for index in range(len(view.engines))]
 
 
-# What the request costs everybody until its last token.  The answer's part is large and nearly the same everywhere:
-# one per cent of the whole may be all of the rest, so only equal costs are a tie.
+# The time that the request costs all requests until its last token.  The answer's part is large and nearly the same at
+# all engines, so one per cent of the total may be the whole rest: only equal costs are a tie.
 AUTO = Policy("auto", View.costs, View.explained, share=SHARE, splits=True)
-# The engine where the first token comes soonest.  Rates are not known to within one per cent.
+# The expected time to first token.  Differences below one per cent are less than the error of the measured rates.
 TTFT = Policy("ttft", View.costs, View.explained, near_share=0.01, splits=True)
 POLICIES = {
     one.name: one
@@ -85,11 +85,11 @@ POLICIES = {
         Policy("session", _session),
     )
 }
-"""All policies by the names under which they are configured and recorded."""
+"""All policies, by their names in settings and records."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """A decision with all its inputs, to be logged and replayed. Encode it before the fleet's counters change."""
+    """A decision with all its inputs, for replay. It must be encoded before the fleet's counters change."""
 
     request: Request
     engines: list[EngineState]
@@ -102,7 +102,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def replay(record: Record) -> Decision:
-    """Decide again; the result equals `record.decision` unless the code has changed since."""
+    """Decide again from a record; the result equals `record.decision` unless the code has changed since."""
     inputs = record.request, record.engines, record.knowledge, record.now_s
     return choose(*inputs, policy=POLICIES[record.policy], helpers=record.helpers, contract=record.contract)
 
@@ -117,13 +117,13 @@ def choose(
     helpers: Sequence[EngineState] = (),
     contract: Contract = "",
 ) -> Decision:
-    """Return where the request goes; `engines` serve its model, and have different names.
+    """Choose the engine of a request. `engines`: those that serve its model, with different names.
 
-    `contract`: by which one of them, or of the `helpers`, may compute the prompt for another; empty: none may.
-    Raises ValueError if the request has no tokens: it would cost nothing anywhere.
+    `contract`: how one engine, or one of `helpers`, may compute the prompt for another; empty: no split.
+    Raises ValueError if the request has no tokens, since its cost would be 0 everywhere.
     """
     if request.tokens < 1:
-        raise ValueError(f"request.tokens: {request.tokens} of request {request.id!r}; it must be at least 1")
+        raise ValueError(f"request.tokens: must be at least 1, found {request.tokens} ({request.id!r})")
     if not engines:
         return Decision(policy=policy.name, engine="", reason="none_eligible")
     if contract and not (policy.splits and request.tokens > REST_TOKENS[contract]):

@@ -1,7 +1,7 @@
 """The inputs of a routing decision, and the decision. All of them encode to JSON, so a decision can be replayed.
 
-Times are seconds of the caller's monotonic clock; token counts are of the prompt, from its start.  `EngineState` is
-changed in place by its owner, which is `queues.Queue`; `choose` only reads.
+Times are seconds of the caller's monotonic clock; token counts of prefixes count from the prompt's start.  An
+`EngineState` is changed in place by its owner, `queues.Queue`; `choose` only reads it.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Literal
 import msgspec
 
 Tier = Literal["l0", "l1", "l2", "peer"]
-"""Where KV lies, seen from an engine: in its own cache, in its host's pool, behind an adapter, at another host."""
+"""Where KV is, seen from an engine: its own cache, its instance's L1, its instance's L2, another instance."""
 
 Certainty = Literal["exact", "degraded", "predicted", "unconfirmed"]
-"""How a copy is known: by an event; by an event that others may have followed unheard; because a request in flight
-computes it; because a request was sent there and no event has come yet."""
+"""Evidence of a copy: an event; an event after which others may have been lost; a request in flight that computes it;
+a request that was sent there, whose event has not come yet."""
 
 Reason = Literal["lowest_cost", "near_tie", "only_eligible", "none_eligible"]
-"""Why this engine: its cost; its hash among engines whose costs hardly differ; nothing else was eligible."""
+"""Reason of a choice: the lowest cost; a hash among engines with nearly equal costs; one candidate; no candidate."""
 
 
 Role = Literal["both", "prefill", "decode"]
-"""What an engine does: both; compute prompts whose answers come from others; answer, and compute only its own."""
+"""An engine's role: both; only compute prompts that others answer; answer, and compute prompts only for itself."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,97 +31,97 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     tokens: int
-    """Of the prompt; at least 1."""
+    """Number of the prompt's tokens; at least 1."""
     number: int = 0
     session: str = ""
-    """Name of the conversation, where the client gave one."""
+    """Name of the conversation; empty: the client gave none."""
     answer_tokens: float = 0.0
-    """Expected length of the answer; 0: not known."""
+    """Expected length of the answer; 0: unknown."""
     short_tokens: float = 0.0
-    """The harmonic mean of answers' lengths: what a stall of one adds to its time per token goes by 1 / length."""
+    """Harmonic mean of answers' lengths: a stall adds to an answer's time per token in proportion to 1 / length."""
     sharing: int = 0
-    """Requests in flight whose prompts begin as far as any engine has this one's."""
+    """Number of requests in flight that share the longest prefix of this prompt that an engine has."""
     within_s: float = 0.0
-    """In which its first token must come, by its class of service; 0: any time is good."""
+    """Time left until its first token is due, by its class of service; 0: no limit."""
     token_within_s: float = 0.0
-    """In which each further token must come; 0: any time is good."""
+    """Limit of its class on the time per further token; 0: no limit."""
 
 
 class LoadPath(msgspec.Struct, kw_only=True):
-    """How fast an engine gets tokens from one tier, as measured: `latency_s + tokens / tokens_s` for a single load."""
+    """Measured speed of an engine's loads from one tier: a single load takes `latency_s + tokens / tokens_s`."""
 
     latency_s: float
     tokens_s: float
     free_s: float = 0.0
-    """When the loads that go on over the same link should have ended."""
+    """Time at which the loads under way over the same link are expected to have ended."""
 
 
 SLOW_DOUBT = 0.1
-"""Standard deviation of the seconds of an answer's token, beside its class's limit."""
+"""Assumed standard deviation of an answer's time per token, as a share of its class's limit."""
 SQRT_HALF = math.sqrt(0.5)
 NEVER_S = 1e18
-"""A time that does not come; JSON knows no infinity."""
+"""A time that never comes; JSON has no infinity."""
 
 
 class EngineState(msgspec.Struct, kw_only=True):
-    """One engine. Counters are the router's own, not polled ones."""
+    """One engine or rank. The counters are the gateway's own; the engine is not polled for them."""
 
     name: str
     prefill_tokens_s: float
-    """Measured; more than 0. `rates.PrefillRates` gives one for engines that were not measured yet."""
+    """Prefill rate, measured or assumed (`rates.PrefillRates`); more than 0."""
     token_s: float = 0.0
-    """Measured seconds of an answer's token, once one more request is in flight."""
+    """Measured time per token of an answer, with one more request in flight than now."""
     pace_s: float = 0.0
-    """The same, with the prompts that stall it meanwhile, of about the last seconds."""
+    """`token_s` with the stalls by prompts computed beside answers, at the rate of the last SHARE_S."""
     jitter_s: float = 0.0
-    """Prompts of unlike lengths stall it at random times. The seconds of n tokens have a standard deviation of √n times
-    this, beside SLOW_DOUBT."""
+    """Prompts of different lengths stall answers at random times, so the time of n tokens has the standard deviation
+    √n times this, besides SLOW_DOUBT."""
     drained_s: float = 0.0
-    """When it should have computed what was sent to it."""
+    """Time at which it is expected to have computed all prompts sent to it."""
     behind_s: float = 0.0
-    """Seconds of the waiting requests behind the oldest: as long as that has no first token, these are not computed,
-    whatever the estimate says."""
+    """Prefill seconds of all waiting requests but the oldest: until that has its first token, the others are not
+    computed, whatever `drained_s` says."""
     late_s: float = NEVER_S
-    """When it should have computed all that waits, counted from the last first token."""
+    """Time at which it is expected to have computed all waiting prompts, counted from the last first token."""
     prefill_tokens: int = 0
-    """Uncached tokens of all requests whose first token has not come, undrained."""
+    """Sum of uncached tokens over the waiting requests."""
     inflight_tokens: int = 0
-    """Uncached tokens of all requests in flight, also of those whose first token has come."""
+    """Sum of uncached tokens over all requests in flight."""
     requests: int = 0
-    """In flight: sent and not ended."""
+    """Number of requests in flight: sent and not ended."""
     waiting: int = 0
-    """Of these, the requests whose first token has not come."""
+    """Number of requests in flight without a first token."""
     running: int = 0
-    """The others."""
+    """Number of requests in flight that have their first token."""
     role: Role = "both"
     instance: str = ""
-    """The instance (`lmcache-server`) that it is attached to; empty: not known."""
+    """The instance (`lmcache-server`) that it is attached to; empty: unknown."""
     limited: int = 0
-    """Requests in flight whose class of service limits the time of a token. Each as if it had the mean limit,"""
+    """Number of requests in flight whose class limits the time per token; below, each counts with their mean limit."""
     missed: float = 0.0
-    """so many are expected to miss it once one more is in flight,"""
+    """How many of them are expected to miss the limit once one more request is in flight."""
     crowded: float = 0.0
-    """so many of them for that one,"""
+    """The part of `missed` that the one more request causes."""
     spare: float = 0.0
     strain: float = 0.0
-    """and beside a prompt of s seconds `limited` · ½ erfc(`spare` - `strain` · s)."""
+    """Beside a prompt of s seconds, `limited` · ½ erfc(`spare` - `strain` · s) of them are expected to miss it."""
     paths: dict[Tier, LoadPath] = {}
-    """Tiers without a path cannot be loaded from."""
+    """Speed of loads by tier; the engine cannot load from a tier that is missing."""
 
     def queue_s(self, now_s: float) -> float:
-        """Return the seconds until the engine has computed what was sent to it before.
+        """Return the expected time until the engine has computed all prompts sent to it.
 
-        An engine that should have computed all of it, and has not, is expected to need as long again as it is late.
+        An engine that is late with all of them is expected to need as long again as it is late.
         """
         return max(self.drained_s - now_s, self.behind_s) + max(0.0, now_s - self.late_s)
 
     def expect(
         self, each_s: float, stalls: float, prompt_size_s: float, limit_s: float, answer_tokens: float
     ) -> None:
-        """Note what stalls answers, and how likely those in flight are to miss their limit for it.
+        """Update the expected pace of answers, and how many requests in flight are expected to miss their limit.
 
-        `each_s`: what one more request adds to `token_s`. `stalls`: seconds in which it computes prompts for each in
-        which it answers, in prompts of about `prompt_size_s`. `answer_tokens`: of the answers; 0: nothing is known.
+        `each_s`: what one more request adds to `token_s`. `stalls`: ratio of the time for prompts to the time for
+        answers; `prompt_size_s`: mean time of such a prompt. `answer_tokens`: mean length of answers; 0: unknown.
         """
         self.pace_s = self.token_s * (1.0 + stalls)
         self.jitter_s = math.sqrt(self.token_s * stalls * prompt_size_s)
@@ -138,7 +138,7 @@ class EngineState(msgspec.Struct, kw_only=True):
 
 
 def spare(tokens: float, limit_s: float, pace_s: float, jitter_s: float) -> tuple[float, float]:
-    """Return by how much an answer is within its limit, as ½ erfc of it is how likely it is not, and per second."""
+    """Return x such that ½ erfc(x) is the probability that an answer misses its limit, and x's change per second."""
     each = SQRT_HALF / (SLOW_DOUBT * tokens * limit_s + math.sqrt(tokens) * jitter_s + 1e-9)
     return each * tokens * (limit_s - pace_s), each
 
@@ -147,77 +147,77 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True):
     """A prefix of the request's prompt that one engine can have from one tier."""
 
     engine: str
-    """Empty: any engine that has a path to the tier."""
+    """Name of the engine; empty: any engine that has a path to the tier."""
     tier: Tier
     tokens: int
-    """Length of the prefix from the prompt's start, what nearer tiers hold of it included."""
+    """Length of the prefix from the prompt's start, including the parts in nearer tiers."""
     certainty: Certainty = "exact"
     age_s: float = 0.0
-    """`degraded`: since the last event of the engine; `unconfirmed`: since the request was sent."""
+    """Time since the engine's last event (`degraded`), or since the request's first token (`unconfirmed`)."""
     ready_at_s: float = 0.0
-    """`predicted`: when the request in flight is expected to have computed it."""
+    """`predicted`: time at which the request in flight is expected to have computed it."""
     source: str = ""
-    """Who gives it: instance or tier, for the decision to name."""
+    """Name of the instance or tier that provides it, for the decision's record."""
 
 
 class Knowledge(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of the prompt's KV, already looked up."""
+    """The known copies of the prompt's KV."""
 
     cached: dict[str, int] = {}
-    """Tokens that an engine has in its own cache for certain, by its name; the same as an exact copy in `l0`."""
+    """Exact copies in engines' own caches: length of the prefix by engine."""
     copies: list[Copy] = []
-    """All else."""
+    """All other copies."""
     busy: dict[str, float] = {}
-    """When the loads from a peer should have ended, by its name (`Copy.source`)."""
+    """By peer (`Copy.source`): time at which the planned loads from it are expected to have ended."""
     block_life_s: float = 300.0
-    """Measured life of a block in an engine's cache."""
+    """Measured mean life of a block in an engine's cache."""
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine should get the prefix: out of its own cache and, unless `load_tokens` is 0, by a load."""
+    """How an engine is to get the prefix: from its own cache and, unless `load_tokens` is 0, by a load."""
 
     cached_tokens: int
-    """The prefix that need not be computed if all goes as expected."""
+    """Expected length of the prefix that need not be computed."""
     tier: Tier = "l0"
     source: str = ""
     load_tokens: int = 0
     load_s: float = 0.0
     compute_s: float = 0.0
     spared_s: float = 0.0
-    """What a further copy of the prefix is worth."""
+    """Value of a further copy of the prefix for the next requests, as seconds of prefill."""
     ttft_s: float = 0.0
-    """Expected, by the measured rates."""
+    """Expected time to first token, by the measured rates."""
 
 
 class Leg(msgspec.Struct, frozen=True, kw_only=True):
-    """Another engine computes the prompt, and the one that answers loads it from there."""
+    """The part of a split at the engine that computes the prompt, from which the answering engine loads it."""
 
     engine: str
     way: Way
-    """How it gets the prompt's prefix; `ttft_s` is when it will have computed the prompt."""
+    """How it gets the prompt's prefix; `ttft_s`: expected time until it has computed the prompt."""
 
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine that was not chosen, and what it would have cost at least."""
+    """An engine that was not chosen, and a lower bound of its cost."""
 
     engine: str
     cost: float
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a request goes and why. Costs are in the unit of the policy and compare only within one decision."""
+    """The engine of a request, and the reasons. Costs have the policy's unit and compare only within one decision."""
 
     policy: str
     engine: str
-    """Empty if no engine is eligible."""
+    """Empty: no engine is eligible."""
     reason: Reason
     cost: float = 0.0
     terms: dict[str, float] = {}
-    """Parts of the cost, by the policy's own names."""
+    """Parts of the cost, under the policy's own names."""
     way: Way | None = None
-    """Only policies that plan loads give one."""
+    """None: the policy plans no loads."""
     prefill: Leg | None = None
     """None: the engine computes the prompt itself."""
     alternatives: list[Alternative] = []
-    """The cheapest of the others, best first."""
+    """The cheapest other engines, best first."""
     eligible: int = 0

@@ -8,23 +8,23 @@ For an engine D that answers, with prefill rate μ, that has h of n tokens (u = 
 
 Q: seconds of work queued before it; x: seconds to load the tokens that are not in its cache; o: expected tokens of the
 answer; t: seconds per token of the answer, with this request running; R_run: requests that have their first token,
-which wait while a prompt is computed.  Without these terms the engine that holds a popular prefix would get every
+which wait while a prompt is computed.  Without the SHARE terms the engine that has a popular prefix would get every
 request.
 
 The h tokens come from the engine's own cache alone, or by a load of a longer prefix from a tier that it can reach.  A
-prefix counts by the probability that it is still there:
+prefix is weighted by the probability that it is still present:
 
     exact          1
     degraded       exp(-age / block life)
     predicted      1, after the seconds until the request in flight has computed it
     unconfirmed    1 until UNCONFIRMED_S, then 0
 
-Replicas: let the longest prefix that any engine has be the start of k requests in flight at N engines.  Tokens of u
-that lie within it are weighted by 1 / (1 + k / N), since another copy of it serves the next requests.
+Replicas: let k requests in flight at N engines begin with the longest prefix that any engine has.  Tokens of u within
+this prefix are weighted by 1 / (1 + k / N), since another copy of it serves the next requests.
 
 Classes of service count by the expected number of requests that miss them: the request itself, by the probability that
 its first token is late or its answer stalls, and those in flight beside it, by how much its prompt and answer increase
-that probability (model.Classes).
+that probability (`EngineState.limited` and following).
 
 One pass over all engines computes a lower bound of each engine's cost; the terms for classes, tiers and splits are
 computed only for engines whose bound is not above the best cost so far, so the result is that of a full search.  P's
@@ -57,21 +57,21 @@ from kvstrata.gateway.routing.model import (
 )
 
 SHARE = 0.125
-"""Of the seconds that answers take, beside those until first tokens. For the last token it hardly matters between 1/8
-and 1/2; first tokens come the later the more it is."""
+"""Weight of answers' seconds beside the seconds until first tokens. Values from 1/8 to 1/2 give nearly the same time
+to the last token; a larger value delays first tokens."""
 MISSED_S = 5.0
-"""What a request that misses its class costs.  Far more, and others are made to wait so long that fewer keep theirs."""
+"""Cost of a request that misses its class. With a much larger cost, others wait so long that more of them miss it."""
 LATE_DOUBT = 0.4
-"""Standard deviation of a first token's time, beside the class's limit. It is large on purpose: a queue that ends just
-within the limit makes all that come next late."""
+"""Assumed standard deviation of the time to first token, as a share of the class's limit. It is large on purpose: a
+queue that ends just within the limit makes all later requests late."""
 UNCONFIRMED_S = 10.0
-"""For so long a prompt counts as cached where it was computed although no event has told of it."""
+"""Time for which a computed prompt counts as cached although no event has confirmed it."""
 HANDOVER_S = 0.03
-"""From the last step of the engine that computes to the load of the other: an answer of the server and 1.5 steps."""
+"""Time from the prefilling engine's last step to the other's load: a response of the server and 1.5 steps."""
 REST_TOKENS = {"kvstrata": 256, "nixl": 1, "mooncake": 1}
-"""What the engine that answers computes itself at most, by contract: the rest of a chunk, or the last token."""
+"""By contract: maximum tokens of the prompt that the answering engine computes (a partial chunk, or the last token)."""
 NOT_HIDDEN = 0.2
-"""The share of a transfer between two hosts that is not done while the prompt is computed."""
+"""Share of a transfer between two hosts that does not overlap with computing the prompt."""
 RANK_MULTIPLIER = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio, the multiplier of Fibonacci hashing (Knuth, TAOCP 3, 6.4)."""
 MAX_NAMES = 1 << 16
@@ -79,17 +79,17 @@ _NO_PATH = LoadPath(latency_s=0.0, tokens_s=1.0)
 
 
 class Prefill(NamedTuple):
-    """What it costs if an engine computes the prompt for another."""
+    """The cost of computing the prompt at one engine for another."""
 
     cost: float
     engine: EngineState
     way: Way
     others_s: float
-    """What it costs those beside it, less what a further copy is worth."""
+    """The cost for the requests running there, less the value of a further copy of the prefix."""
 
 
 class Split(NamedTuple):
-    """The best split with one engine that answers."""
+    """The best split for one answering engine."""
 
     cost: float
     prefill: Prefill
@@ -97,19 +97,19 @@ class Split(NamedTuple):
 
 
 class Explained(NamedTuple):
-    """What stands behind a cost."""
+    """The parts of a cost."""
 
     terms: dict[str, float]
-    """Its parts, to be read by people, by their names."""
+    """Parts by name, for people."""
     way: Way | None = None
-    """How the engine should get the prefix, if the policy plans that."""
+    """How the engine is to get the prefix; None: not planned."""
     leg: Leg | None = None
-    """The other engine that should compute the prompt, if there is one."""
+    """The other engine that is to compute the prompt; None: no split."""
 
 
 class View:
-    """One decision's inputs, sorted by use, and what they cost. Built for each decision; the order of copies and of
-    engines decides nothing."""
+    """One decision's inputs, indexed, and the engines' costs. Built for each decision. The order of copies and of
+    engines does not affect the result."""
 
     def __init__(
         self,
@@ -122,44 +122,44 @@ class View:
         contract: Contract = "",
         near_share: float = 0.0,
     ) -> None:
-        """`share`: of the seconds that answers take. `helpers` only compute prompts for others. `near_share`: costs
-        that differ by less of themselves count as equal."""
+        """`share`: weight of answers' seconds. `helpers`: engines that only compute prompts for others. `near_share`:
+        costs that differ by at most this share count as equal."""
         self.request, self.engines, self.knowledge = request, engines, knowledge
         self.now_s, self.share, self.contract, self.near_share = now_s, share, contract, near_share
         self.everyone = [*engines, *helpers] if contract else engines
         self.own: dict[str, list[Copy]] = {}
-        """Copies of one engine, by its name, without those of `Knowledge.cached`."""
+        """By engine: the copies that only this engine can use, without `Knowledge.cached`."""
         self.shared: list[Copy] = []
-        """Copies that any engine with a path can have."""
+        """Copies that any engine with a path to their tier can load."""
         for copy in sorted(knowledge.copies, key=_rank):
             (self.own.setdefault(copy.engine, []) if copy.engine else self.shared).append(copy)
         self.held, self.spared = 0, 0.0
-        """The longest prefix that any engine has; the share of it that a further copy would not cost."""
+        """Length of the longest prefix that any engine has; discount on computing tokens within it."""
         if share and request.sharing:
             self.held = min(longest(knowledge), request.tokens - 1)
             self.spared = 1.0 - 1.0 / (1.0 + request.sharing / max(1, len(engines)))
         self._is_limited = request.token_within_s > 0 and request.short_tokens > 0
         self._lacks, self._usual = self._lacking()
-        """Tokens to compute, at least: of engines by name, and of all others."""
+        """Minimum number of tokens to compute: by engine, and for all engines that are not listed."""
         self._prefills: list[float] = []
         self._answers: list[float] = []
         self._alone: list[float] = []
-        """What it costs at least if each of `everyone` computes the prompt, if each engine answers, and does both."""
+        """Costs by index, lower bounds at first: of the prefill in `everyone`, of the answer in `engines`, of both."""
         self._slow: dict[int, float] = {}
-        """How likely the answer of an engine is to be too slow, where it matters."""
+        """By index: probability that the answer is too slow, where it was computed."""
         self._late: dict[int, float] = {}
-        """How likely a first token is to be late, of those whose costs are exact."""
+        """By index: probability that the first token is late, where the cost is exact."""
         self._ways: dict[int, Way] = {}
-        """The best of those that have several."""
+        """By index: the best way, for engines with more than one."""
         self._places: dict[str, list[int]] = {}
-        """Who may compute it for another, as indices in `everyone`, by instance; "": all of them."""
+        """By instance ("": all): indices in `everyone` of the engines that may compute the prompt for another."""
         self._legs: dict[str, Prefill] = {}
-        """Who of them does it for the least."""
+        """By instance ("": all): the cheapest prefill."""
         self.splits: dict[int, Split] = {}
-        """The best, where it costs less than the engine alone."""
+        """By index: the best split, where it costs less than the engine alone."""
 
     def costs(self) -> list[float]:
-        """Return what it costs at each engine: exactly if that is the least, or near it, else at least."""
+        """Return the cost at each engine: exact for the lowest and those near it, lower bounds for the others."""
         request, share, now_s, spared = self.request, self.share, self.now_s, self.spared
         beyond, usual = request.tokens - self.held, float(self._usual)
         pays: Mapping[str, float] = self._lacks
@@ -187,9 +187,9 @@ class View:
         return cost + self.near_share * abs(cost)
 
     def _settle(self, costs: list[float], some: Sequence[int] = ()) -> None:
-        """Have the exact costs of those of `some` (all) which cost the least, or near it.
+        """Make the lowest costs, and those near the lowest, exact among `some` (empty: all).
 
-        `costs`: `_prefills` or `_alone`.
+        `costs`: `_prefills` or `_alone`, which is updated.
         """
         first = min(some, key=costs.__getitem__) if some else costs.index(min(costs))
         self._make_exact((first,))
@@ -206,9 +206,9 @@ class View:
             near_s = min(near_s, self._near(costs[at]))
 
     def _make_exact(self, some: Sequence[int], *, ways: bool = True) -> None:
-        """Have what it costs at these of `everyone`, with the requests that miss their classes for it.
+        """Add the expected misses of classes to the costs at these indices of `everyone`, and use the best way.
 
-        Without `ways` it is what it costs at least where there are several.
+        Without `ways`, the cost of an engine with several ways stays a lower bound.
         """
         request, now_s, erfc, late = self.request, self.now_s, math.erfc, self._late
         within_s, each_s = request.within_s, SQRT_HALF / (LATE_DOUBT * (request.within_s or 1.0))
@@ -243,7 +243,7 @@ class View:
                 self._alone[at] = self._prefills[at] + self._answers[at] + MISSED_S * slow
 
     def _slowly(self, some: Sequence[int]) -> None:
-        """Have how likely the answer of each of these engines is to be too slow: as model.spare has it, at once."""
+        """Compute the probability that the answer is too slow at each of these engines: model.spare, inlined."""
         tokens, limit_s, slow = self.request.short_tokens, self.request.token_within_s, self._slow
         doubt_s, root, all_ = SLOW_DOUBT * tokens * limit_s + 1e-9, math.sqrt(tokens), SQRT_HALF * tokens
         for at in some:
@@ -252,7 +252,7 @@ class View:
                 slow[at] = 0.5 * math.erfc(all_ * (limit_s - one.pace_s) / (doubt_s + root * one.jitter_s))
 
     def _with_splits(self, least_s: float, best_s: float) -> list[float]:
-        """Return the costs where splits cost less. `least_s`: of computing the prompt, whatever classes it misses."""
+        """Return the costs with splits where these cost less. `least_s`: lowest cost of the prefill without misses."""
         is_ours, everyone = self.contract == "kvstrata", self.everyone
         able = [
             at for at, one in enumerate(everyone) if one.role != "decode" and (one.instance or not is_ours)
@@ -294,7 +294,7 @@ class View:
         return found
 
     def _lacking(self) -> tuple[dict[str, int], int]:
-        """Return what engines, by name, and all others compute at least: as if the longest copy were at hand."""
+        """Return `_lacks` and `_usual`: tokens to compute if the longest copy were free and certain."""
         n, most = self.request.tokens, self.knowledge.cached
         anywhere = max([copy.tokens for copy in self.shared], default=0)
         if self.own or anywhere:
@@ -304,7 +304,7 @@ class View:
         return {name: n - tokens if tokens < n else 1 for name, tokens in most.items()}, max(1, n - anywhere)
 
     def explained(self, at: int) -> Explained:
-        """Return what stands behind the cost at one engine."""
+        """Return the parts of the cost at one engine."""
         self._make_exact((at,))
         engine, way, split = self.engines[at], self._ways.get(at) or self._way(at), self.splits.get(at)
         answer_s = self.request.answer_tokens * engine.token_s
@@ -323,7 +323,7 @@ class View:
         return Explained(terms, split.way, Leg(engine=split.prefill.engine.name, way=split.prefill.way))
 
     def _missed(self, at: int, prompt_s: float, ttft_s: float) -> float:
-        """How many requests are expected to miss their classes at an engine that computes so long, and answers."""
+        """Expected number of misses of classes if an engine computes for `prompt_s` and answers after `ttft_s`."""
         one, late, slow = self.engines[at], self._lateness(ttft_s), self._slow.get(at, 0.0)
         harmed = 0.0
         if one.limited:
@@ -333,12 +333,12 @@ class View:
         return late + slow - late * slow + harmed
 
     def _lateness(self, ttft_s: float) -> float:
-        """How likely a first token that is expected then is to come later than the class allows."""
+        """Probability that a first token expected after `ttft_s` is later than the class allows."""
         within_s = self.request.within_s
         return 0.5 * math.erfc((within_s - ttft_s) * SQRT_HALF / (LATE_DOUBT * within_s)) if within_s else 0.0
 
     def _way(self, at: int) -> Way:
-        """Return the cheapest way at one engine; of equally cheap ones the first."""
+        """Return the cheapest way at one engine; of equally cheap ones, the first in the order of `_rank`."""
         engine, knowledge, tokens = self.everyone[at], self.knowledge, self.request.tokens
         token_s = 1.0 / engine.prefill_tokens_s
         own = self.own.get(engine.name, ())
@@ -350,7 +350,7 @@ class View:
         load_s, compute_s = 0.0, token_s * (tokens - held)
         copy: Copy | None = None
         cached_tokens, load_tokens = held, 0
-        # Its own cache first: a load brings only what is beyond that.
+        # Its own cache first: a load adds only the tokens beyond that.
         for one in own:
             if one.tier != "l0":
                 continue
@@ -387,7 +387,7 @@ class View:
         )  # fmt: skip
 
     def _leg(self, place: str) -> Prefill:
-        """Return the engine of an instance, or of all, that computes the prompt for the least; remembered."""
+        """Return the cheapest prefill at an instance ("": at all), cached."""
         if place not in self._legs:
             able, costs = self._places[place], self._prefills
             self._settle(costs, able)
@@ -401,9 +401,9 @@ class View:
         return self._legs[place]
 
     def _split(self, at: int, leg: Prefill) -> Split | None:
-        """Return a split with an engine that answers; None: there is none."""
+        """Return the split between a prefill and an answering engine; None: they cannot split, or need not."""
         one, n, rest = self.engines[at], self.request.tokens, REST_TOKENS[self.contract]
-        # If the leg is the engine itself, no other one computes it for less.
+        # If the leg is the engine itself, no other engine computes the prompt for less.
         if not may_hand_over(self.contract, leg.engine, one):
             return None
         self._make_exact((at,))
@@ -422,7 +422,7 @@ class View:
 
 
 def _handed_s(one: EngineState, lacks: int, now_s: float, *, far: bool = False) -> float:
-    """Return the seconds of a load of what another engine has computed; `far`: at another host."""
+    """Return the time of a load of `lacks` tokens that another engine has computed; `far`: at another instance."""
     path = one.paths.get("l1", _NO_PATH)
     link, free_s = one.paths.get("peer", _NO_PATH) if far else path, path.free_s
     hidden_s = (1.0 - NOT_HIDDEN) * lacks * (1 / link.tokens_s - 1 / path.tokens_s)
@@ -431,18 +431,18 @@ def _handed_s(one: EngineState, lacks: int, now_s: float, *, far: bool = False) 
 
 
 def _rank(copy: Copy) -> tuple[object, ...]:
-    """Return what orders copies, so that of two equally good ones always the same is taken."""
+    """Return the sort key of copies, so that the choice between equally good ones is deterministic."""
     return copy.tier, copy.tokens, copy.certainty, copy.age_s, copy.ready_at_s, copy.source
 
 
 def longest(knowledge: Knowledge) -> int:
-    """Return how many tokens of the prompt the engine has that has most of them in its own cache."""
+    """Return the length of the longest prefix of the prompt in any engine's own cache."""
     copies = (copy.tokens for copy in knowledge.copies if copy.tier == "l0")
     return max(*knowledge.cached.values(), *copies, 0, 0)
 
 
 def _probability(copy: Copy, knowledge: Knowledge) -> float:
-    """Return how likely it is that a copy can be used."""
+    """Return the probability that a copy is still present."""
     if copy.certainty == "degraded":
         return math.exp(-copy.age_s / knowledge.block_life_s)
     return 0.0 if copy.certainty == "unconfirmed" and copy.age_s > UNCONFIRMED_S else 1.0
@@ -461,7 +461,7 @@ def may_hand_over(contract: Contract, prefill: EngineState, decode: EngineState)
 def cheapest(
     costs: list[float], engines: Sequence[EngineState], key: str, near_share: float = 0.0
 ) -> tuple[int, bool]:
-    """Return the index of the lowest cost, and whether others hardly differ, of which the key chooses one."""
+    """Return the index of the lowest cost; among near-ties, the one that `key` selects, and True."""
     lowest = min(costs)
     limit = lowest + abs(lowest) * near_share
     if not near_share and costs.count(lowest) == 1:
@@ -481,7 +481,7 @@ def _hashed(text: str) -> int:
 def ranked_first(key: str, names: list[str]) -> int:
     """Return the index of the name that the key ranks first, for any order of the names, which must differ.
 
-    A rendezvous hash: an engine that comes or goes moves only its keys.
+    This is rendezvous hashing: an added or removed engine moves only its own keys.
     """
     hashed = _hashed(key)
     ranks = [(hashed ^ _hashed(name)) * RANK_MULTIPLIER & 0xFFFFFFFFFFFFFFFF for name in names]

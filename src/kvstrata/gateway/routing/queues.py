@@ -1,31 +1,31 @@
-"""The router's own account of one engine: the requests that it sent there, and how fast the engine computes them.
+"""The gateway's model of one engine's queue: the requests that it sent there, and how fast the engine computes them.
 
     send ──▶ waiting ──first_token──▶ running ──end──▶ gone          end may come first
-    hold ──▶ held ──begin──▶ waiting      another engine computes the prompt: it takes no time here yet
+    send ──▶ held ──begin──▶ waiting      `Sending.held`: another engine computes the prompt, which takes no time here
 
-The backlog of an engine is the uncached tokens of its waiting requests, less an estimate of those computed since: the
+The backlog of an engine is the uncached tokens of its waiting requests, less an estimate of those already computed: the
 oldest first, at its measured rate.  A first token corrects the estimate: the backlog then consists of all tokens of the
 requests that still wait, less those computed beyond the request with the first token, if that was not the oldest.
 
 An engine that computes one prompt and has the next in its queue is never idle, and with continuous batching many short
-prompts share its next step.  So it *has room* for a further prompt as long as, of those that this router sent it,
+prompts share its next step.  So it *has room* for a further prompt if, of the prompts that this gateway has sent it,
 
     fewer than `AT_HAND` wait for their first token, or
-    these take at most so many seconds, by its rate and by all their tokens that are not cached.
+    the waiting ones take at most `most_s` seconds, by its rate and all their uncached tokens.
 
 Before its rate is measured, an engine gets `UNMEASURED` prompts, and then none until all have their first token, which
-gives the rate.  The estimated backlog does not make room: only first tokens and ends do.  The exception are answers
-without streaming, whose first byte says nothing about their prompt: such a prompt takes room until its first token was
-expected.
+gives the rate.  The estimated backlog does not make room; only first tokens and ends of requests do.  The exception are
+answers without streaming, whose first byte does not show when their prompt was computed: such a prompt takes room until
+the expected time of its first token.
 
 Its speed is measured over *periods* in which some prompt waits, since prompts share steps: a short prompt whose step a
 long one joined seems slow, and the long one behind it seems fast.  A long period is cut at a first token of the prompt
 that waited longest, so that no long prompt is half computed beside it, and only if at least FIRST_TOKENS first tokens
 came since the last cut, over GAPS times the longest time between two of them.  Each part that ends at a cut is a
-sample, and so is a period without a cut; the rest after the last cut is not, since it was partly computed before.
+sample, and so is a period without a cut; the part after the last cut is not, since some of it was computed before.
 
 1. Each counter of an engine is the sum over its requests in flight; without requests all are zero, and so is the
-   backlog, whatever the order of the calls.
+   backlog, in whatever order the calls came.
 2. Calls are idempotent: a repeated call changes nothing.
 3. The backlog is at least 0 and at most `prefill_tokens`.
 """
@@ -43,11 +43,11 @@ from kvstrata.gateway.routing.rates import ASSUMED, Decoded, Fit, Line, PrefillR
 AT_HAND = 2
 UNMEASURED = 8
 AGREES = 0.05
-"""A report of computed tokens that differs by less from what was expected changes nothing."""
+"""Relative difference between reported and expected computed tokens below which a sample stays as it is."""
 FIRST_TOKENS = 16
 GAPS = 16.0
 SHARE_S, MOST_SHARE = 10.0, 0.9
-"""Prompts of about the last seconds tell which share of its time an engine computes prompts."""
+"""Time constant of the average of an engine's share of time spent on prompts, and the share's maximum."""
 
 
 @dataclass(slots=True)
@@ -56,44 +56,44 @@ class Period:
 
     began_s: float
     running: int
-    """Requests that ran when it began."""
+    """Number of running requests at its start."""
     whole: bool
-    """A prompt waits whose answer comes whole."""
+    """Whether a prompt waits whose answer is not streamed."""
     first_tokens: int = 0
     expected: int = 0
-    """Tokens of the prompts that were computed."""
+    """Sum of the uncached tokens of the prompts that were computed, as expected at the choice."""
     reported: int = 0
     computed: int = 0
-    """Answers that told how many tokens of their prompts were computed, and these."""
+    """Number of answers that reported how many tokens of their prompts were computed, and the sum of these."""
     last_s: float = 0.0
     gap_s: float = 0.0
-    """When its last first token came, and the longest time between two of them."""
+    """Time of its last first token, and the longest time between two first tokens."""
     seconds: float = 0.0
-    """Its length, once it is a sample."""
+    """Its length; 0: it has not ended."""
     spoiled: bool = False
-    """Something in it is not known: a prompt failed, or was loaded."""
+    """Whether it cannot be a sample: a prompt in it failed, or was loaded."""
     sample: tuple[Fit, Sample] | None = None
 
     def first_token(self, tokens: int, now_s: float) -> bool:
-        """A prompt has been computed; returns whether the period may be cut here."""
+        """Count a first token; `tokens`: of its prompt. Returns whether the period may be cut here."""
         self.first_tokens += 1
         self.expected += tokens
         self.gap_s, self.last_s = max(self.gap_s, now_s - (self.last_s or self.began_s)), now_s
         return self.first_tokens >= FIRST_TOKENS and now_s - self.began_s >= GAPS * self.gap_s
 
     def spoil(self) -> None:
-        """It is no sample."""
+        """Exclude the period from the samples, and retract its sample if it was one."""
         self.spoiled = True
         self._retract()
 
     def end(self, now_s: float, rates: PrefillRates, engine: str) -> None:
-        """It is a sample."""
+        """End the period, and add it to the samples unless it is spoiled."""
         self.seconds = now_s - self.began_s
         if not self.spoiled:
             self._observe(self.expected, rates, engine)
 
     def report(self, computed_tokens: int, rates: PrefillRates, engine: str) -> None:
-        """An answer tells how many tokens of its prompt were computed; the sum counts once all have told."""
+        """Count an answer's report of its prompt's computed tokens; when all have reported, correct the sample."""
         self.reported += 1
         self.computed += computed_tokens
         if self.spoiled or not self.seconds or self.reported < self.first_tokens:
@@ -115,18 +115,18 @@ class Period:
 
 
 class Sending(NamedTuple):
-    """How a request is sent."""
+    """Properties of a request that is sent."""
 
     streams: bool = True
-    """Whether its first token will be told when the prompt is computed, rather than with the whole answer."""
+    """Whether its first token comes when the prompt is computed; False: with the whole answer."""
     ours: bool = True
-    """Whether this router sends it, and not another one that told of it."""
+    """Whether this gateway sends it; False: another gateway has reported it."""
     until_s: float = math.inf
-    """When it ceases to take room in any case."""
+    """Time at which it ceases to take room even without a first token."""
     token_within_s: float = 0.0
-    """In which its class demands each token; 0: in any time."""
+    """Limit of its class on the time per token; 0: no limit."""
     held: bool = False
-    """Whether it waits for another engine until `begin`."""
+    """Whether it waits for another engine's prefill until `begin`."""
 
 
 SENT = Sending()
@@ -134,69 +134,69 @@ SENT = Sending()
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A request that was sent to an engine. Belongs to who sent it."""
+    """A request at an engine; owned by the caller of `Queue.send`."""
 
     queue: Queue
     tokens: int
-    """Of the prompt, to be computed."""
+    """Tokens of the prompt to compute."""
     how: Sending
     held: bool = True
     running: bool = False
     ended: bool = False
     spoiled: bool = False
     period: Period | None = None
-    """In which its first token came."""
+    """The period in which its first token came."""
     began_s: float = 0.0
     requests_s: float = 0.0
     computed_tokens: int = 0
-    """When its first token came, and the engine's `requests_s` and `computed_tokens` then."""
+    """Time of its first token, and the queue's `_requests_s` and `_computed_tokens` at that time."""
 
     def spoil(self) -> None:
-        """How long its prompt takes tells nothing: it failed, or was loaded."""
+        """Exclude the period of its prompt from the samples, since the prompt failed or was loaded."""
         self.spoiled = True
         period = self.period or (None if self.ended or self.held else self.queue.period)
         if period is not None:
             period.spoil()
 
     def report(self, computed_tokens: int) -> None:
-        """Its answer told how many of its prompt's tokens were computed."""
+        """Correct the sample by the number of the prompt's computed tokens that the answer reported."""
         if self.period is not None:
             self.period.report(computed_tokens, self.queue.rates, self.queue.state.name)
 
 
 class Queue:
-    """See the module. Has no lock: it belongs to one event loop, and alone changes its state's counters."""
+    """See the module. Belongs to the event loop; nothing else changes the counters of its `state`."""
 
     def __init__(self, state: EngineState, rates: PrefillRates) -> None:
         self.state, self.rates = state, rates
         self.line, self.answer_tokens = ASSUMED, 0.0
-        """Of all engines' answers, the expected length."""
+        """Time per token of answers here, and the mean length of all engines' answers."""
         self._limits_s = 0.0
-        """The sum of the limits of the requests that have one."""
+        """Sum of the limits per token of the requests in flight that have one."""
         self._prompt_s = self._prompt_size_s = self._prompted_s = 0.0
-        """Seconds that prompts take, those sent at `_prompted_s` whole, earlier ones less; the mean seconds of one,
-        weighted by its seconds."""
+        """Decaying sum of prompts' seconds (time constant SHARE_S); mean seconds of a prompt, weighted by its seconds;
+        time of the last update."""
         self.waiting: dict[Flight, None] = {}
-        """The oldest first."""
+        """Ordered set, the oldest first."""
         self.period: Period | None = None
-        """As long as a prompt waits."""
+        """None: no prompt waits."""
         self._cut = False
         """Whether the period follows a cut."""
         self.ours = self.sent = 0
-        """Requests in flight that this router sent, and all that it ever sent."""
+        """Number of this gateway's requests in flight, and of all that it has ever sent."""
         self._whole = self._waiting_ours = 0
-        """The waiting ones that do not stream, and those that this router sent."""
+        """Number of waiting requests that are not streamed, and of those that this gateway sent."""
         self._full = False
-        """Whether `_waiting_ours` was UNMEASURED since it was 0."""
+        """Whether `_waiting_ours` has reached UNMEASURED since it was 0."""
         self._at_s = self._moved_s = 0.0
-        """When something changed last; when a first token came last, or a request found none waiting."""
+        """Time of the last change; time of the last first token, or of the first request in an empty queue if later."""
         self._requests_s = 0.0
-        """Integral of the requests in flight over time."""
+        """Integral of the number of requests in flight over time."""
         self._computed_tokens = 0
-        """Of prompts whose first token has come."""
+        """Sum over all prompts whose first token has come."""
 
     def send(self, tokens: int, now_s: float, how: Sending = SENT) -> Flight:
-        """A request is sent, with so many tokens to compute."""
+        """Count a request that is sent, with `tokens` tokens to compute."""
         state, flight = self.state, Flight(self, tokens, how)
         self._pass(now_s)
         state.requests += 1
@@ -211,7 +211,7 @@ class Queue:
         return flight
 
     def begin(self, flight: Flight, tokens: int, now_s: float) -> None:
-        """A request that was held waits for its first token, with so many tokens to compute."""
+        """Let a held request wait for its first token, with `tokens` tokens to compute."""
         if not flight.held or flight.ended:
             return
         state, flight.held, flight.tokens = self.state, False, tokens
@@ -234,7 +234,7 @@ class Queue:
         self._have(self.backlog_tokens(now_s) + tokens, now_s)
 
     def first_token(self, flight: Flight, now_s: float) -> None:
-        """A request's prompt has been computed."""
+        """Record a request's first token."""
         if flight.running or flight.ended:
             return
         self._pass(now_s)
@@ -256,7 +256,7 @@ class Queue:
         self._rest(now_s)
 
     def end(self, flight: Flight, now_s: float) -> Decoded | None:
-        """A request has ended, however. Returns what is known of its answer; None: it had none."""
+        """Record a request's end, whatever its outcome. Returns measurements of its answer; None: it had none."""
         if flight.ended:
             return None
         state = self.state
@@ -281,11 +281,11 @@ class Queue:
         return Decoded(seconds, requests, self._computed_tokens - flight.computed_tokens)
 
     def rate(self, line: Line | None, answer_tokens: float, now_s: float) -> None:
-        """Take the rates that were measured by now, these seconds of an answer's token, and answers' mean length.
+        """Update the prefill rate from the samples, the time per token (`line`), and the mean length of answers.
 
-        An engine that has not computed all prompts of the present period in twice the expected time is that slow.
+        An engine that needs more than twice the expected time for the current period's prompts counts as that slow.
         """
-        # Samples are of the load under which a period began, so a rate under another load would be wrong.
+        # A sample has the load of its period's start, so a rate for another load would be wrong.
         state, period = self.state, self.period
         running = period.running if period is not None else state.running
         tokens = self.backlog_tokens(now_s)
@@ -298,13 +298,13 @@ class Queue:
         self._have(tokens, now_s)
 
     def backlog_tokens(self, now_s: float) -> float:
-        """See the module."""
+        """The estimated number of waiting tokens that are not computed yet."""
         return max(0.0, self.state.drained_s - now_s) * self.state.prefill_tokens_s
 
     def has_room(self, most_s: float, now_s: float, *, measured: bool) -> bool:
-        """Whether a further prompt would be computed soon: see the module.
+        """Whether the engine has room for a further prompt (see the module).
 
-        `most_s`: the seconds that the prompts before it may take. `measured`: the engine's rate is more than a guess.
+        `most_s`: maximum seconds of the waiting prompts. `measured`: the engine's rate has been measured.
         """
         if not measured and not self._full:
             return True
@@ -314,7 +314,7 @@ class Queue:
         return len(taking) < AT_HAND or sum(taking) <= most_s * self.state.prefill_tokens_s
 
     def next_room_s(self, now_s: float) -> float:
-        """When a prompt will cease to take room without being told; infinite: none will."""
+        """The next time at which a non-streamed prompt ceases to take room by itself; infinite: none will."""
         return (
             min((one.how.until_s for one in self._taking(now_s)), default=math.inf)
             if self._whole
@@ -325,12 +325,12 @@ class Queue:
         return (one for one in self.waiting if one.how.ours and one.how.until_s > now_s)
 
     def _pass(self, now_s: float) -> None:
-        """Time has passed."""
+        """Integrate the number of requests up to now."""
         self._requests_s += self.state.requests * (now_s - self._at_s)
         self._at_s = now_s
 
     def _stop_waiting(self, flight: Flight, now_s: float, *, computed: bool) -> None:
-        """Take a request out of those that wait; `computed`: because its first token came."""
+        """Remove a waiting request; `computed`: its first token has come."""
         state, tokens = self.state, flight.tokens
         oldest = next(iter(self.waiting)) is flight
         done = state.prefill_tokens - self.backlog_tokens(now_s)
@@ -340,7 +340,7 @@ class Queue:
         self._full = self._full and self._waiting_ours > 0
         state.prefill_tokens -= tokens
         state.waiting -= 1
-        # The oldest is computed first: what was done beyond its tokens is a guess, which its first token corrects.
+        # The oldest is computed first: work beyond its tokens is only estimated, and its first token corrects that.
         if oldest:
             beyond = 0.0 if computed else done - tokens
         else:
@@ -348,7 +348,7 @@ class Queue:
         self._have(state.prefill_tokens - max(0.0, beyond), now_s)
 
     def _have(self, backlog_tokens: float, now_s: float) -> None:
-        """The backlog is this, within its bounds; what the choice goes by follows."""
+        """Set the backlog, within its bounds, and all values of `state` that depend on it."""
         state = self.state
         rate, oldest = state.prefill_tokens_s, next(iter(self.waiting), None)
         state.drained_s = now_s + min(max(0.0, backlog_tokens), state.prefill_tokens) / rate
@@ -362,12 +362,12 @@ class Queue:
         )
 
     def prompt_share(self, now_s: float) -> float:
-        """Return the share of its time that the engine computes prompts, at most MOST_SHARE."""
+        """Return the share of its recent time that the engine spent on prompts, at most MOST_SHARE."""
         left_s = self._prompt_s * math.exp(min(0.0, self._prompted_s - now_s) / SHARE_S)
         return min(MOST_SHARE, left_s / SHARE_S)
 
     def _rest(self, now_s: float) -> None:
-        """End the period if no prompt waits any more."""
+        """End the period if no prompt waits."""
         if self.period is not None and not self.waiting:
             if not self._cut:
                 self.period.end(now_s, self.rates, self.state.name)

@@ -3,19 +3,19 @@
     seconds of prompts = f · (a + b · R + (1 / μ + c · R) · u)     R: running requests, u: tokens that were computed
     seconds a token    = f · (α + β · R + γ · p)                   R: requests in flight, p: prompt tokens computed
                                                                    meanwhile for each of the answer's tokens
-The terms are common to all engines; f is one engine's deviation from them, separate for prompts and answers.  Without
-the last term of answers, the time of prompts computed beside an answer would be attributed to the answer.
+All engines share the terms; f is one engine's deviation from them, separate for prompts and answers.  Without the last
+term of answers, the time of prompts computed beside an answer would be attributed to the answer.
 
-1. Terms are fitted by least squares of the relative errors, with each engine's f divided out of its observations, each
-   of which weighs KEPT of the next one.  No term is negative.  Where observations cannot separate a time per token from
-   a constant time, the tokens get it.
+1. Terms are fitted by least squares of the relative errors, with each engine's f divided out of its observations; an
+   observation weighs KEPT times as much as the next one.  No term is negative.  Time that the observations cannot
+   attribute to either tokens or a constant is attributed to the tokens.
 2. f is 1 unless more of an engine's newest ratios of observed to expected time are above 1, or below, than chance
    explains; then it is their median.  Equal engines must not seem to differ, or the one that seems fastest gets every
    prompt: trusting single samples cost a tenth of the 99th percentile of a real trace.
 3. Samples of prompts whose answers are not streamed include the time of the answer.  They count only as long as no
    engine has other samples.
 4. Before the first sample the rate of prompts is `assumed_tokens_s`; until FEWEST answers were observed, the time per
-   token is ASSUMED, and until the first one, a length is ASSUMED_TOKENS.
+   token is ASSUMED, and until the first answer, the expected length is ASSUMED_TOKENS.
 5. An answer's expected length is the mean of its model's answers, weighted towards new ones; for a new model, the mean
    of all models.
 """
@@ -34,25 +34,25 @@ from kvstrata.gateway.routing.model import LoadPath, Tier
 KEPT = 0.998
 FEWEST, MAX_OWN = 16, 64
 EACH = 8
-"""So many observations lie between two fits, which take some 0.1 ms."""
+"""Number of observations between two fits, since a fit takes about 0.1 ms."""
 FEW, TWICE = 3, 2.0
-"""The samples of so many prompts or answers may say that an engine is twice as fast or slow."""
+"""Number of prompts or answers that suffice as evidence if an engine is TWICE as fast or slow as expected."""
 ALIKE = 1.15
-"""A smaller deviation is none."""
+"""Smallest deviation from 1 that counts, as a factor."""
 DEVIATIONS = 2.0
 """Standard deviations from an even split of its samples beyond which an engine counts as different."""
 MOST_FACTOR = 8.0
-"""f is at most this, and at least 1 / MOST_FACTOR: engines themselves tell how many tokens they answered."""
+"""Maximum of f and of 1 / f, since token counts come from the engines themselves and may be wrong."""
 MOST_RATIO = 16.0
-"""A larger ratio of expected to observed counts as this one."""
+"""Maximum ratio of expected to observed time; a larger one counts as this."""
 LEAST_TOKENS = 8
-"""A shorter answer tells little of a token's time."""
+"""Minimum length of an answer that counts as a sample of the time per token."""
 LEAST_S, MOST_S = 1e-5, 100.0
-"""An answer whose tokens took less or more tells nothing."""
+"""Range of plausible times per token; an answer outside of it is no sample."""
 ANSWERS_KEPT = 0.99
 MAX_ENGINES, MAX_MODELS = 4_096, 1_024
 ASSUMED_GAIN, ASSUMED_LATENCY_S = 8.0, 0.01
-"""A path that nobody has measured loads so many times as fast as the engine computes, after a latency."""
+"""Assumed rate of an unmeasured path, as a multiple of the engine's prefill rate, and its assumed latency."""
 
 
 class Sample(NamedTuple):
@@ -62,30 +62,30 @@ class Sample(NamedTuple):
     row: tuple[float, ...]
     seconds: float
     factor: float
-    """The engine's, when it was observed."""
+    """The engine's f at the time of the observation."""
     number: int
     prompts: int
-    """So many were timed together."""
+    """Number of prompts or answers timed together."""
 
 
 class Fit:
-    """Terms of all engines and the factor of each: rules 1 and 2."""
+    """The terms of all engines, and the factor f of each (rules 1 and 2)."""
 
     def __init__(self, ridge: tuple[float, ...]) -> None:
-        """`ridge`: for each term, the share of its own squares that keeps it from taking what another explains."""
+        """`ridge`: by term, the relative weight of ridge regression, which keeps it small if others explain as much."""
         self._ridge, size = ridge, len(ridge)
         self._squares = [[0.0] * size for _ in range(size)]
         self._products = [0.0] * size
         self._weight = 0.0
-        """Of all observations together; the newest weighs 1."""
+        """Sum of the observations' weights; the newest weighs 1."""
         self.observed = 0
         self.terms = (0.0,) * size
-        """All 0: nothing is known."""
+        """All 0: unknown."""
         self._samples: OrderedDict[str, deque[Sample]] = OrderedDict()
         """By engine, the least recently observed first."""
         self._factors: dict[str, float] = {}
         self._stale: set[str] = set()
-        """Engines observed since the last fit, after which their factors are found anew: that takes some 50 µs."""
+        """Engines observed since the last fit; only a fit invalidates their factors, since finding one takes 50 µs."""
 
     def observe(self, engine: str, row: tuple[float, ...], seconds: float, prompts: int = 1) -> Sample:
         """Add an observation of more than 0 seconds."""
@@ -108,7 +108,7 @@ class Fit:
         return sample
 
     def retract(self, sample: Sample) -> None:
-        """Forget an observation that turned out to be wrong."""
+        """Remove an observation that turned out to be wrong; no effect if it has aged out."""
         own = self._samples.get(sample.engine)
         if own is not None and sample in own:
             own.remove(sample)
@@ -117,26 +117,26 @@ class Fit:
             self._fit()
 
     def forget(self, engine: str) -> None:
-        """Drop an engine that has gone or was restarted."""
+        """Drop the samples of an engine that has left or was restarted."""
         self._samples.pop(engine, None)
         self._factors.pop(engine, None)
 
     def samples(self, engine: str) -> int:
-        """How many observations of an engine are kept."""
+        """Number of an engine's observations that are kept."""
         return len(self._samples.get(engine, ()))
 
     def seconds(self, row: tuple[float, ...]) -> float:
-        """What is expected of an engine like the others."""
+        """Expected seconds at an engine with f = 1."""
         return float(sum(map(operator.mul, row, self.terms)))
 
     def factor(self, engine: str) -> float:
-        """f of an engine: rule 2."""
+        """The factor f of an engine (rule 2)."""
         found = self._factors.get(engine)
         if found is None:
             found = 1.0
             if (
                 self.observed >= FEWEST
-            ):  # before, the terms follow from few engines, and are no measure of others
+            ):  # fewer observations come from few engines, and are no measure of others
                 own = self._samples.get(engine, ())
                 rows = [(one.seconds, self.seconds(one.row)) for one in own]
                 if sum(one.prompts for one in own) >= FEW:
@@ -157,7 +157,7 @@ class Fit:
     def _fit(self) -> None:
         """Least squares; a term that would be negative is 0, and the others are found without it."""
         terms = [0.0] * len(self.terms)
-        if self._weight < 0.5:  # all were retracted, and what is left is rounding
+        if self._weight < 0.5:  # all observations were retracted, and only rounding errors are left
             self._squares, self._products = [[0.0] * len(terms) for _ in terms], [*terms]
         squares, kept = self._squares, [i for i in range(len(terms)) if self._squares[i][i] > 0]
         while kept:
@@ -202,12 +202,12 @@ def _solved(rows: list[list[float]], right: list[float]) -> list[float]:
 
 
 class PrefillRates:
-    """Tokens of prompts a second. Has no lock: it belongs to one event loop."""
+    """Prefill rates of engines, in tokens a second. Belongs to the event loop."""
 
     def __init__(self, assumed_tokens_s: float) -> None:
         self._assumed_tokens_s = assumed_tokens_s
         self._fits = {whole: Fit((1e-2, 1e-2, 1e-6, 1e-3)) for whole in (False, True)}
-        """By whether answers came whole."""
+        """By whether the samples include whole answers (rule 3)."""
 
     @property
     def _fit(self) -> Fit:
@@ -223,10 +223,10 @@ class PrefillRates:
         prompts: int = 1,
         whole: bool = False,
     ) -> tuple[Fit, Sample] | None:
-        """Add a sample, and return what `retract` needs; None if it says nothing: no computed tokens, or no time.
+        """Add a sample, and return it with its fit for `retract`; None: no tokens or no time, so no sample.
 
-        `running`: requests that ran meanwhile. `prompts`: number of prompts. `whole`: some answer came whole, so the
-        seconds include its own.
+        `running`: number of requests that ran meanwhile. `prompts`: number of prompts. `whole`: some answer was not
+        streamed, so the seconds include the time of that answer.
         """
         if tokens < 1 or not (math.isfinite(seconds) and seconds > 0):
             return None
@@ -234,25 +234,25 @@ class PrefillRates:
         return fit, fit.observe(engine, (1.0, running, float(tokens), tokens * running), seconds, prompts)
 
     def forget(self, engine: str) -> None:
-        """Drop an engine that has gone or was restarted."""
+        """Drop the samples of an engine that has left or was restarted."""
         for fit in self._fits.values():
             fit.forget(engine)
 
     def samples(self, engine: str) -> int:
-        """How many samples of the engine count."""
+        """Number of an engine's samples that count (rule 3)."""
         return self._fit.samples(engine)
 
     def rate(self, engine: str, running: float) -> float:
-        """The engine's rate beside so many running requests, in tokens a second."""
+        """An engine's prefill rate beside `running` running requests, in tokens a second."""
         fit = self._fit
         _, _, token_s, each_s = fit.terms
         seconds = token_s + each_s * running
         return 1.0 / (seconds * fit.factor(engine)) if seconds > 0 else self._assumed_tokens_s
 
     def slowness(self, engine: str, prompts: int, tokens: int, running: float, seconds: float) -> float:
-        """How many times slower than expected an engine is that has not computed these prompts yet; 1: perhaps not.
+        """The factor by which an engine that has not computed these prompts yet is slower than expected; 1: not known.
 
-        `tokens`: of all of them. `running`: requests that run beside them. `seconds`: since it got the first.
+        `tokens`: sum over the prompts. `running`: requests that run beside them. `seconds`: since it got the first one.
         """
         fit = self._fit
         if prompts < FEW or fit.observed < FEWEST:
@@ -262,36 +262,36 @@ class PrefillRates:
 
 
 class Decoded(NamedTuple):
-    """What is known of an answer from its first token to its end."""
+    """Measurements of an answer, from its first token to its end."""
 
     seconds: float
     requests: float
     """Mean number of requests in flight at its engine."""
     prompt_tokens: int
-    """Computed by its engine meanwhile."""
+    """Prompt tokens that its engine computed meanwhile."""
 
 
 class Line(NamedTuple):
-    """Seconds of a token: `each_s` for each request in flight, beside `alone_s`."""
+    """Time per token of an answer: `alone_s` + `each_s` for each request in flight."""
 
     alone_s: float = 0.0
     each_s: float = 0.0
 
 
 ASSUMED, ASSUMED_TOKENS = Line(each_s=2e-4), 256.0
-"""Without it, the engine that has a popular prefix would get every request until the first answers end."""
+"""Assumed until measured; else the engine with a popular prefix would get all requests until answers have ended."""
 
 
 class DecodeRates:
-    """Seconds of an answer's token, and answers' lengths. Has no lock: it belongs to one event loop."""
+    """Times per token of answers by engine, and answers' lengths by model. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._fit = Fit((1e-6, 1e-6, 1e-6))
         self._lengths: OrderedDict[str, tuple[float, float, float]] = OrderedDict()
-        """By model: (weight, tokens, 1 / tokens) of its answers; "": of all."""
+        """By model ("": all models): weight of its answers, and weighted sums of their tokens and of 1 / tokens."""
 
     def observe(self, engine: str, model: str, decoded: Decoded, tokens: int) -> None:
-        """An answer of so many tokens has ended."""
+        """Add a sample: an ended answer and its number of tokens."""
         seconds, is_long = decoded.seconds / max(1, tokens - 1), tokens >= LEAST_TOKENS
         if is_long and not LEAST_S <= seconds <= MOST_S:
             return
@@ -304,27 +304,27 @@ class DecodeRates:
             self._fit.observe(engine, (1.0, decoded.requests, decoded.prompt_tokens / (tokens - 1)), seconds)
 
     def forget(self, engine: str) -> None:
-        """Drop an engine that has gone or was restarted."""
+        """Drop the samples of an engine that has left or was restarted."""
         self._fit.forget(engine)
 
     def line(self, engine: str) -> Line | None:
-        """The seconds of a token at an engine; None: not measured yet."""
+        """The time per token at an engine; None: not measured yet."""
         if self._fit.observed < FEWEST:
             return None
         factor = self._fit.factor(engine)
         return Line(factor * self._fit.terms[0], factor * self._fit.terms[1])
 
     def answer_tokens(self, model: str = "") -> tuple[float, float]:
-        """The mean length of answers, and their harmonic mean; 0: nothing is known of it."""
+        """The mean length of a model's answers, and the harmonic mean; 0: unknown."""
         weight, total, inverse = self._lengths.get(model) or self._lengths.get("", (0.0, 0.0, 0.0))
         return (total / weight, weight / inverse) if weight else (ASSUMED_TOKENS, 0.0)
 
 
 def load_path(told: Mapping[Tier, LoadPath], tier: Tier, prefill_tokens_s: float) -> LoadPath:
-    """Return how fast an engine that computes `prefill_tokens_s` loads KV from a tier.
+    """Return the speed at which an engine with the prefill rate `prefill_tokens_s` loads KV from a tier.
 
-    `told`: how fast it has measured that it loads from L1, and its instance from other tiers into L1.  What lies in L2
-    or at a peer is loaded into L1 first, and from there into the engine.
+    `told`: the measured speeds of its own loads from L1, and of its instance's loads from other tiers into L1.  KV from
+    L2 or a peer is loaded into L1 first, and from there into the engine.
     """
     latency_s, tokens_s = ASSUMED_LATENCY_S, ASSUMED_GAIN * prefill_tokens_s
     if tier in told:
