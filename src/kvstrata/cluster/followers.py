@@ -18,7 +18,7 @@ from kvstrata.rpc.zmq_link import AskLink, Links
 
 
 class Followers:
-    """See the module. Belongs to the event loop."""
+    """The followers of one process. Belongs to the event loop."""
 
     def __init__(
         self,

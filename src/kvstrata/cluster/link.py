@@ -39,7 +39,7 @@ class Beats(NamedTuple):
 
 
 class ControllerLink(Numbers):
-    """See the module. Belongs to the event loop."""
+    """The link to one controller. Belongs to the event loop."""
 
     member = gauge(
         "1 while the controller accepts this process and answers, else 0.",

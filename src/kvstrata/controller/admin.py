@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 MAX_EVENTS = 1_000
 FRESH_S = 1.0
-"""Age up to which a state is given to further readers."""
+"""Maximum age of a state that is served to further readers."""
 NO_STORE = {"cache-control": "no-store"}
 Document = dict[str, Any]
 
 
 @dataclass(slots=True)
 class Admin:
-    """What the operations use of one controller process."""
+    """The parts of one controller process that the operations use."""
 
     cluster: Cluster
     orders: Operations
@@ -52,10 +52,10 @@ class Admin:
     files: DashboardFiles
     log: EventLog
     state: tuple[float, bytes] = float("-inf"), b""
-    """The last answer to /v1/state, and when it was made."""
+    """The time and the body of the last answer to /v1/state."""
 
     def readiness(self) -> tuple[bool, str]:
-        """Whether requests are served, and why not."""
+        """Whether requests are served, and if not, why."""
         return self.cluster.readiness()
 
     def elsewhere(self, target: str) -> Reply | None:

@@ -23,7 +23,7 @@ from kvstrata.rpc.zmq_curve import KeyKind
 from kvstrata.rpc.zmq_server import Address
 
 MAX_UNANSWERED = 4_096
-"""Requests that are answered later, such as registrations and long lookups."""
+"""Maximum number of requests that are answered later, such as registrations and long lookups."""
 
 
 def zmq_host(settings: ControllerSettings) -> str:

@@ -52,13 +52,13 @@ if TYPE_CHECKING:  # importing it needs the client library of etcd
 
 TICK_S = 0.25
 REACH_S = 2.0
-"""Time for an instance that registers to answer at its control port."""
+"""Time limit for a registering instance to answer at its control port."""
 ONLY_ASKING = (AskStatus, AskClaims, AskShared)
 """Operations that change nothing; they are sent all the time, so their success is not an event."""
 
 
 class Cluster(Numbers):
-    """All that this controller knows of the cluster."""
+    """The state of the cluster in this controller."""
 
     hits_total = counter(
         "Chunks that lookups at instances asked for, by the source that had them, or `miss`.",
@@ -79,7 +79,7 @@ class Cluster(Numbers):
         election: Election | None = None,
         listed: Callable[[], Listed | None] = lambda: None,
     ) -> None:
-        """`listed`: see InstanceKeys. `keys`: with which this controller asks instances."""
+        """`listed`: see InstanceKeys. `keys`: for this controller's requests to instances."""
         self.settings = settings
         self.name = name
         self.clock = clock
@@ -88,7 +88,7 @@ class Cluster(Numbers):
         self.orders = orders
         self._own_keys = keys
         self._resume: dict[int, int] = {}
-        """By group: the cursor from which a member of the snapshot is followed on."""
+        """Group → cursor from which a member of the snapshot is followed."""
         self.journal = Journal(clock, epoch * 1000)
         self._followers = Followers(
             supervisor,
@@ -120,7 +120,7 @@ class Cluster(Numbers):
     # --- messages of instances, with the keys of their connections ------------------------------------------
 
     async def register(self, told: Register, key: str) -> None:
-        """An instance registers, perhaps again; a new one is asked for an answer first.
+        """An instance registers, possibly again; a new one must first answer at its control port.
 
         Raises as `Members.check`, and UnreachableInstance.
         """
@@ -174,25 +174,25 @@ class Cluster(Numbers):
         )
 
     def _follow(self, member: Member, link: AskLink) -> None:
-        """Follow a member over this link from now on; where the directory knows it already, from there."""
+        """Follow a member over this link, from the directory's cursor if it has one."""
         member.follower = self._followers.follow(
             member.group, member.told, link, _Heard(self, member),
             before=member.follower, cursor=self._resume.pop(member.group, None),
         )  # fmt: skip
 
     def cursors(self) -> dict[int, int]:
-        """By group: the first change of each member in step that was not given to the directory."""
+        """Group → number of the first change, of each member in step, that the directory has not got."""
         found = {one.group: one.follower.cursor for one in self.members if one.follower and one.confirmed}
         return {group: cursor for group, cursor in found.items() if cursor is not None}
 
     def resume(self, instance: str, cursor: int) -> None:
-        """Follow a member of the snapshot from here on, once it has registered."""
+        """Follow a member of the snapshot from this cursor on, when it has registered."""
         member = self.members.get(instance)
         if member is not None:
             self._resume[member.group] = cursor
 
     def list_restored(self) -> None:
-        """The snapshot's placements are not whole: list all members that were to be followed on from it."""
+        """The snapshot's placements are incomplete: list all members that were to be followed from it."""
         self._resume.clear()
         for member in self.live():
             if member.follower is not None and not member.follower.lists:
@@ -211,7 +211,7 @@ class Cluster(Numbers):
         self.settle()
 
     def list_anew(self, member: Member) -> None:
-        """List a member's chunks again, as an admin wishes. Raises Unavailable."""
+        """List a member's chunks again, by order of an admin. Raises Unavailable."""
         if member.follower is None or member.state is not MemberState.LIVE:
             raise Unavailable(
                 f"instance: {member.id} is {member.state}; only a live instance is listed", field="instance"
@@ -221,7 +221,7 @@ class Cluster(Numbers):
     # --- requests of admins ---------------------------------------------------------------------------------
 
     def readiness(self) -> tuple[bool, str]:
-        """Whether requests are served, and why not."""
+        """Whether requests are served, and if not, why."""
         return not self._ready, self._ready
 
     def set_ready(self, why_not: str = "") -> None:
@@ -237,7 +237,7 @@ class Cluster(Numbers):
             self.settle()
 
     def live(self) -> list[Member]:
-        """Live members, which can get commands."""
+        """The live members, to which commands can be sent."""
         return [member for member in self.members if member.state is MemberState.LIVE]
 
     def issue_to_each(self, asked: Iterable[tuple[Member, Sequence[Operation]]]) -> list[Command]:
@@ -251,7 +251,7 @@ class Cluster(Numbers):
     def issue(
         self, member: Member, operation: Operation, *, ttl_s: float = COMMAND_TTL_S, quiet: bool = False
     ) -> Command:
-        """Issue a command to a member; no event tells of a `quiet` one's success.
+        """Issue a command to a member; the success of a `quiet` one is not an event.
 
         Raises NotLeading, Unavailable, Refused.
         """
@@ -260,7 +260,7 @@ class Cluster(Numbers):
         return self.commands.issue(member, operation, self._now(), ttl_s, quiet=quiet)
 
     async def outcome(self, issued: Sequence[Command], wait_s: float) -> bool:
-        """Wait until these commands have ended, at most `wait_s`; returns whether all have. The commands go on."""
+        """Wait until these commands have ended, at most `wait_s`; returns whether all have. The commands continue."""
         try:
             async with asyncio.timeout(wait_s):
                 for one in issued:
@@ -279,7 +279,7 @@ class Cluster(Numbers):
             await asyncio.sleep(TICK_S)
 
     async def keep_orders(self) -> None:
-        """Write keys that instances have shown, until cancelled."""
+        """Write the keys of instances periodically, until cancelled."""
         while True:
             try:
                 if self.leadership.token is not None:
@@ -308,7 +308,7 @@ class Cluster(Numbers):
         outbox.clear()
 
     async def close(self) -> None:
-        """Follow nobody any more, and end the threads. The cluster must not be used afterwards."""
+        """Stop following, and end the threads. The cluster must not be used afterwards."""
         await self._followers.close()
 
     # --- inside ---------------------------------------------------------------------------------------------
@@ -334,12 +334,12 @@ class Cluster(Numbers):
         self.settle()
 
     def _change_failed(self, group: int, reason: str) -> None:
-        """The directory had no room for some placements. Lookups miss these chunks; nothing else is affected."""
+        """The directory was full for some placements. Lookups miss these chunks; nothing else is affected."""
         self.journal.say("directory_full", reason=reason)
 
 
 class _Heard(Listener):
-    """What a follower hears of one member."""
+    """The callbacks of one member's follower."""
 
     def __init__(self, cluster: Cluster, member: Member) -> None:
         self._cluster, self._member = cluster, member

@@ -21,30 +21,30 @@ from kvstrata.rpc.cluster_wire import Do, Operation, Outcome
 MAX_WAITING = 256
 COMMAND_TTL_S = 600.0
 ANSWER_S = 2.0
-"""Time for the answer to arrive, beyond the command's own."""
+"""Time limit for the answer, beyond the command's own deadline."""
 
 
 class Result(NamedTuple):
-    """How a command has ended."""
+    """The outcome of a command."""
 
     ok: bool
     message: str
     """Why the command failed; empty if it succeeded."""
     body: Mapping[str, Any] = MappingProxyType({})
-    """The `count` of changed things, or the document that was asked for."""
+    """The `count` of changed objects, or the requested document."""
 
 
 class Command:
-    """An operation that an instance is to carry out, and how that has ended."""
+    """An operation for an instance to carry out, and its outcome."""
 
     def __init__(
         self, number: int, member: Member, operation: Operation, now_s: float, *, quiet: bool
     ) -> None:
-        """`quiet`: no event tells of its success."""
+        """`quiet`: its success is not an event."""
         self.number, self.member, self.operation, self.issued_s = number, member, operation, now_s
         self.quiet = quiet
         self.result: Result | None = None
-        """Set once, by the instance's answer or by what took its place."""
+        """Set once, by the instance's answer or by the failure to get one."""
         self.ended = asyncio.Event()
         """Set with `result`."""
         self.task: asyncio.Task[None] | None = None

@@ -39,21 +39,21 @@ if TYPE_CHECKING:
 STEP_S = 10.0
 ANSWER_S = 5.0
 FIRST_WORTH, MORE_WORTH = 0.05, 8.0
-"""Seconds of computing saved, each second and GB, from which a second copy is wanted, and how many times as much each
-further one takes.  A GB more of an L1 of 128 GB saves an engine that computes all the time some 0.005."""
+"""Worth (seconds of computing saved per second and GB) that justifies a second copy, and the factor for each further
+one.  One more GB of an L1 of 128 GB saves some 0.005 for an engine that computes all the time."""
 LESS = 0.5
-"""A copy is wanted until its prefix is worth so much less."""
+"""Factor of the worth that justifies a copy, below which the copy is no longer wanted."""
 MEMORY_S = 45.0
 """Time in which requests lose two thirds of their weight."""
 COLD_S = 1e-3
-"""Requests a second below which a prefix is forgotten."""
+"""Requests per second below which a prefix is forgotten."""
 MAX_SHARE = 8
 """A prefix may be copied if it takes at most 1/8 of the L1."""
 PIECE_S = 0.1
 RETRY_S = 60.0
 """Time until an instance to which a copy has failed gets the prefix again."""
 LIFE_S = 600.0
-"""A copy that nobody has used for so long was made in vain."""
+"""Time without a use after which a copy counts as useless."""
 MAX_COPIES = 1_024
 MAX_HOLDERS = 64
 MB = GB >> 10
@@ -66,12 +66,12 @@ class Place(NamedTuple):
     zone: str
     host: str
     has: int = 0
-    """Leading chunks of the prefix."""
+    """Number of leading chunks of the prefix that it has."""
     load: float = 0.0
 
 
 def wanted(worth_gb: float, before: int, places: int) -> int:
-    """On how many of so many instances a prefix of this worth for each GB is to be; `before`: so far."""
+    """The number of instances, of `n`, that should have a prefix of this worth per GB; `before`: the number so far."""
     number, least = 1, FIRST_WORTH
     while number < places and worth_gb >= least * (LESS if number < before else 1.0):
         number, least = number + 1, least * MORE_WORTH
@@ -79,9 +79,9 @@ def wanted(worth_gb: float, before: int, places: int) -> int:
 
 
 def next_place(holders: Sequence[Place], others: Sequence[Place], number: int) -> Place | None:
-    """Which other one gets a prefix that is to be on so many; None if it is on enough, in enough zones.
+    """The next instance for a prefix; None if enough instances, in enough zones, have it.
 
-    Instances that tell no zone are in that of their host.
+    The zone of an instance without one is its host.
     """
     zones = {_zone(one) for one in holders}
     new = {_zone(one) for one in others} - zones
@@ -94,7 +94,7 @@ def next_place(holders: Sequence[Place], others: Sequence[Place], number: int) -
 
 
 def _is_sound(prefix: SharedPrefix) -> bool:
-    """Whether the numbers of keys that an instance told fit each other; one command may name so many."""
+    """Whether the numbers of keys in an instance's report are consistent and fit into one command."""
     n_slices, (n_chunks, rest) = len(prefix.slices), divmod(len(prefix.chain), KEY_BYTES)
     return (
         not rest
@@ -109,7 +109,7 @@ def _zone(one: Place) -> str:
 
 
 class Hot:
-    """A prefix that requests of late have asked for."""
+    """A prefix that recent requests have asked for."""
 
     def __init__(self, told: SharedPrefix) -> None:
         self.end = nth(told.chain, count(told.chain) - 1)
@@ -126,27 +126,27 @@ class Hot:
 
     @property
     def worth(self) -> float:
-        """Seconds of computing that it saves each second."""
+        """Seconds of computing that it saves per second."""
         return self.requests_s * self.compute_s
 
     @property
     def worth_gb(self) -> float:
-        """The same for each GB."""
+        """The same per GB."""
         return self.worth * GB / (self.own_chunks * self.chunk_bytes)
 
 
 class Copy:
-    """A copy, until it is known whether it came in time."""
+    """A copy, until it is known whether it arrived in time."""
 
     def __init__(self, begun_s: float) -> None:
         self.begun_s = begun_s
         self.arrived_s: float | None = None
         self.is_late = False
-        """It was asked for before it had arrived."""
+        """Whether it was requested before it had arrived."""
 
 
 class Copies(Numbers):
-    """See the module. Belongs to the event loop."""
+    """Copies hot prefixes. Belongs to the event loop."""
 
     outcomes = counter(
         "Copies made ahead of requests: used; late (arrived after the request); unused for ten minutes; failed.",
@@ -161,14 +161,14 @@ class Copies(Numbers):
         self.wake = asyncio.Event()
         """Set when an instance has gone."""
         self._hot: dict[bytes, Hot] = {}
-        """By its end, see Hot."""
+        """Hot prefixes by the key of their last chunk."""
         self._copies: dict[tuple[bytes, str], Copy] = {}
-        """By end of the prefix and name of the instance."""
+        """Copies by the prefix's last key and the name of the instance."""
         self._failed_s: dict[tuple[bytes, str], float] = {}
         self._log = EventLog("copies")
 
     async def keep(self) -> None:
-        """Look every STEP_S, and when an instance has gone, until cancelled."""
+        """Run a step every STEP_S, and when an instance has gone, until cancelled."""
         while True:
             self.wake.clear()
             ends_s = self._now() + STEP_S
@@ -181,7 +181,7 @@ class Copies(Numbers):
                     await self.wake.wait()
 
     async def step(self, ends_s: float) -> None:
-        """Ask what is hot, and copy until `ends_s` what too few hold, the worthiest first."""
+        """Ask for hot prefixes, and until `ends_s` copy those that too few instances hold, in order of worth."""
         await self._ask()
         for hot in sorted(self._hot.values(), key=lambda one: -one.worth_gb):
             arrived: set[str] = set()
@@ -191,7 +191,7 @@ class Copies(Numbers):
                 arrived.add(found[1].id)
 
     def page(self) -> dict[str, Any]:
-        """For operators."""
+        """The page for operators."""
         rows = sorted(self._hot.values(), key=lambda one: -one.worth)
         return {
             "allowed_bytes_s": round(self.bytes_s),
@@ -228,7 +228,7 @@ class Copies(Numbers):
         self._judge(ends, told)
 
     async def _learn(self, ends: Sequence[bytes], told: Sequence[Shared]) -> None:
-        """How hot prefixes are now, and which new ones are."""
+        """Update the request rates of hot prefixes, and add new ones."""
         newest = -math.expm1(-max((one.seconds for one in told), default=0.0) / MEMORY_S)
         for number, end in enumerate(ends):
             hot = self._hot[end]
@@ -250,7 +250,7 @@ class Copies(Numbers):
             self._hot = {end: self._hot[end] for end in best}
 
     def _judge(self, ends: Sequence[bytes], told: dict[str, Shared]) -> None:
-        """Which copies came in time."""
+        """Decide which copies arrived in time."""
         numbers, now_s = {end: number for number, end in enumerate(ends)}, self._now()
         for (end, name), copy in list(self._copies.items()):
             number, of = numbers.get(end, -1), told.get(name)
@@ -277,7 +277,7 @@ class Copies(Numbers):
     # --- copying --------------------------------------------------------------------------------------------
 
     async def _lacks(self, hot: Hot, arrived: set[str]) -> tuple[Member, Member, int] | None:
-        """From where and to where it is to be copied, and how many chunks are there already; None: enough hold it.
+        """Source and target of the next copy, and the chunks already at the target; None: enough instances hold it.
 
         `arrived`: instances that have it although the directory may not know yet.
         """
@@ -304,7 +304,7 @@ class Copies(Numbers):
         return source, target, 0 if any(named.spans) else to.has
 
     def _may_get(self, hot: Hot, member: Member) -> bool:
-        """Whether its engines could use the prefix, and it fits."""
+        """Whether an instance's engines could use the prefix, and its L1 has space for it."""
         n_bytes = hot.named.n_chunks * hot.chunk_bytes
         retry_s = self._failed_s.get((hot.end, member.id), float("-inf")) + RETRY_S
         return (
@@ -314,7 +314,7 @@ class Copies(Numbers):
         )
 
     async def _copy(self, hot: Hot, source: Member, target: Member, has: int, ends_s: float) -> bool:
-        """Copy a prefix, as far as the time allows; the next step goes on. Returns whether all of it has arrived."""
+        """Copy a prefix as far as the time allows; the next step continues. Returns whether all of it has arrived."""
         cluster, named, key = self._cluster, hot.named, (hot.end, target.id)
         copy = self._copies.setdefault(key, Copy(self._now()))
         while len(self._copies) > MAX_COPIES:

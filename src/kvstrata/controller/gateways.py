@@ -21,11 +21,11 @@ from kvstrata.rpc.cluster_wire import MAX_TOLD_INSTANCES, GatewayBeat, GatewayHe
 MAX_GATEWAYS = 256
 KEPT_S = 600.0
 BEAT_S = 2.0
-"""Interval of a gateway's heartbeats, and so the age of what it knows of instances."""
+"""Interval of a gateway's heartbeats, and so the maximum age of its list of instances."""
 
 
 class Gateway(NamedTuple):
-    """One gateway, as its last heartbeat told."""
+    """One gateway, and its last heartbeat."""
 
     told: GatewayBeat
     host: str
@@ -34,7 +34,7 @@ class Gateway(NamedTuple):
 
 
 class Gateways(Numbers):
-    """See the module. Belongs to the event loop."""
+    """The table of gateways. Belongs to the event loop."""
 
     known = gauge(
         "Gateways heard from in the last ten minutes.", lambda self: len(list(self)), name="gateways"
@@ -45,10 +45,10 @@ class Gateways(Numbers):
         self._members = members
         self._keys = keys
         self._known: dict[str, Gateway] = {}
-        """By name, in the order of the last heartbeats."""
+        """Gateways by name, in the order of their last heartbeats."""
 
     def __iter__(self) -> Iterator[Gateway]:
-        """Those that were heard within KEPT_S, by name."""
+        """The gateways with a heartbeat within KEPT_S, by name."""
         self._forget()
         return iter([self._known[name] for name in sorted(self._known)])
 

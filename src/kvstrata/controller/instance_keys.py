@@ -21,7 +21,7 @@ from kvstrata.observability.logging import EventLog
 MAX_KEYS = 4_096
 KEPT_S = 7 * 86_400
 SEEN_AGAIN_S = 86_400
-"""Age of the time at which an id was last seen from which it is written again."""
+"""Minimum interval at which an id's time of last use is written."""
 
 Listed = Mapping[str, tuple[str, ...]]
 """The clients of the controller's key file: public key → ids that it may use (`NAME`, or `NAME-*`); empty: any."""
@@ -58,7 +58,7 @@ class InstanceKeys:
             )
 
     def check_name(self, name: str, key: str) -> None:
-        """Raise NotPermitted unless the key file lets this key use this name, which no instance need have."""
+        """Raise NotPermitted unless the key file allows this key to use this name, of an instance or not."""
         if not self._may(key, name):
             raise NotPermitted(
                 f"gateway: the controller's key file does not list {name} for the key of this connection; set "
@@ -67,7 +67,7 @@ class InstanceKeys:
             )
 
     def learn(self, instance: str, key: str, is_member: Callable[[str], bool]) -> None:
-        """Remember that this id belongs to this key, which `check` has let in. Raises Refused."""
+        """Record that this id belongs to this key, which `check` has accepted. Raises Refused."""
         known, now_s = self._orders.keys.get(instance), int(self._unix_s())
         if known is not None and known.key == key and now_s - known.seen_unix_s < SEEN_AGAIN_S:
             return
@@ -82,11 +82,11 @@ class InstanceKeys:
             self._orders.learn_key(instance, KeyOfId(known.key, now_s))
 
     def forget(self, instance: str) -> None:
-        """The id belongs to no key any more."""
+        """Make the id belong to no key."""
         self._orders.learn_key(instance, None)
 
     def fits(self, instance: str, key: str) -> bool:
-        """Whether a member with this id and key may stay one."""
+        """Whether a member with this id and key may stay a member."""
         return self._owner(instance) in ("", key)
 
     def _owner(self, instance: str) -> str:
@@ -95,7 +95,7 @@ class InstanceKeys:
         return known.key if known is not None and self._may(known.key, instance) else ""
 
     def _may(self, key: str, instance: str) -> bool:
-        """Whether the key file lets this key use this id."""
+        """Whether the key file allows this key to use this id."""
         listed = self._listed()
         if listed is None:
             return True

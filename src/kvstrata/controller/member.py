@@ -34,7 +34,7 @@ class MemberState(enum.StrEnum):
     LIVE = "live"
     """It has registered, and answers often enough."""
     DEAD = "dead"
-    """It was silent for `dead_after_s`. Its placements are forgotten; it is still shown."""
+    """It was silent for `dead_after_s`. Its placements are dropped; it is still shown."""
     GONE = "gone"
     """It is not a member yet, or no longer."""
 
@@ -51,7 +51,7 @@ class MemberEvent(enum.Enum):
     REGISTERED = "registered"
     """Its process registers, for the first time or again."""
     SILENT = "silent"
-    """It has answered nothing for `dead_after_s`."""
+    """It has not answered for `dead_after_s`."""
     LEFT = "left"
     """Its process says goodbye."""
     REPLACED = "replaced"
@@ -110,7 +110,7 @@ class Member:
         self.ended_s = 0.0
         """Time of its death."""
         self.condition = NO_CONDITION
-        """The last one; kept after its death, since its engines serve without it."""
+        """The last condition; kept after its death, since its engines serve without it."""
         self.obeys = (0, 0)
         """The greatest (cluster id, token) that the instance has seen."""
         self.superseded: deque[int] = deque(maxlen=MAX_SUPERSEDED)
@@ -120,11 +120,11 @@ class Member:
         self.waiting: dict[int, Command] = {}
         """Commands that have not ended, by number, oldest first."""
         self.sending = asyncio.Semaphore(MAX_SENT)
-        """How many commands are sent at a time."""
+        """Limits the commands that are sent at a time."""
 
     @property
     def confirmed(self) -> bool:
-        """Whether the directory knows exactly what it holds, as of its last answer."""
+        """Whether the directory has exactly its chunks, as of its last answer."""
         return self.follower is not None and self.follower.confirmed
 
     def on_event(self, event: MemberEvent) -> None:
@@ -143,12 +143,12 @@ class Member:
 
     @property
     def draining(self) -> bool:
-        """Whether an admin has ordered that no peers are sent to it."""
+        """Whether an admin has ordered that peers do not read from it."""
         return self.id in self._orders.drained
 
     @property
     def readable(self) -> bool:
-        """Whether peers may be sent to it."""
+        """Whether peers may read from it."""
         return (
             self.told.gives_to_peers
             and not self.draining
@@ -185,7 +185,7 @@ class Outbox:
         self.forgotten: list[Member] = []
         """Members whose placements are to be dropped."""
         self.drained_otherwise: list[Member] = []
-        """Members that drain, or do not, otherwise than ordered."""
+        """Members whose draining state differs from the order."""
         self.news: list[News] = []
 
     def say(self, kind: str, member: Member, **facts: Any) -> None:

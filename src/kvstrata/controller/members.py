@@ -41,11 +41,11 @@ from kvstrata.rpc.cluster_wire import (
 
 MAX_GROUP = 65_535
 MAX_INSTANCES = 1_000
-"""Members that are not dead; more are refused."""
+"""Maximum number of members that are not dead; more are refused."""
 MAX_DEAD = 256
-"""Dead members that are still shown; the oldest is forgotten first."""
+"""Maximum number of dead members that are shown; the oldest is forgotten first."""
 PAUSE_S = 5.0
-"""A longer time between two ticks means that this process was stopped meanwhile."""
+"""Time between two ticks above which this process is assumed to have been stopped meanwhile."""
 _ENDPOINT = re.compile(r"tcp://[^\s/]+:\d{1,5}")
 
 
@@ -191,7 +191,7 @@ class Members:
     def tick(self, now_s: float) -> None:
         """Find members that have died.
 
-        If this process was stopped, that time does not count as anybody's silence: answers wait to be read.
+        If this process was stopped, that time does not count as silence of members: their answers wait to be read.
         """
         stood_still_s = now_s - self._ticked_s
         self._ticked_s = now_s
@@ -213,7 +213,7 @@ class Members:
     # --- answers --------------------------------------------------------------------------------------------
 
     def heard(self, member: Member, condition: Condition | None, now_s: float) -> None:
-        """A member has answered, perhaps with its condition."""
+        """A member has answered, possibly with its condition."""
         if member.state is not MemberState.LIVE:
             return
         member.heard_s = max(member.heard_s, now_s)
@@ -279,7 +279,7 @@ class Members:
             del self._by_id[old.id]
 
     def _lose(self, member: Member) -> None:
-        """End the member's placements and commands, and follow it no more."""
+        """End the member's placements and commands, and stop following it."""
         self._keys.seen(member.id)
         self._outbox.forgotten.append(member)
 

@@ -24,12 +24,12 @@ from kvstrata.errors import Refused
 from kvstrata.observability.logging import EventLog
 
 MAX_INSTANCES = 1_024
-"""Most drained instances, and most removed instances."""
+"""Maximum number of drained instances, and of removed instances."""
 FILE = "orders.json"
 VERSION = 1
 DRAINED, REMOVED, KEYS = "drained", "removed", "keys"
 STANDS = b"1"
-"""The value of an order whose name says everything."""
+"""The value of an order that consists of its name."""
 
 
 class KeyOfId(msgspec.Struct, frozen=True):
@@ -38,7 +38,7 @@ class KeyOfId(msgspec.Struct, frozen=True):
     key: str
     """Public key in Z85."""
     seen_unix_s: int
-    """When the instance was a member, give or take a day."""
+    """Time at which the instance was last a member, accurate to a day."""
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -49,22 +49,22 @@ class _File(msgspec.Struct, frozen=True):
 
 
 class Orders:
-    """All orders that hold. Belongs to the event loop."""
+    """All standing orders. Belongs to the event loop."""
 
     def __init__(
         self, write_first: Callable[[Mapping[str, bytes | None]], Awaitable[None]] | None = None
     ) -> None:
-        """`write_first` writes orders to etcd, before they hold here, or raises NotLeading."""
+        """`write_first` writes orders to etcd before they take effect here, or raises NotLeading."""
         self._write_first = write_first
         self.changed: Callable[[], None] = lambda: None
-        """Is called whenever orders have changed."""
+        """Called whenever orders have changed."""
         self.drained: dict[str, None] = {}
         self.removed: dict[str, None] = {}
         """Instances that were removed while they lived; they may not join."""
         self.keys: dict[str, KeyOfId] = {}
-        """By instance id; an id that is missing belongs to nobody yet."""
+        """Keys by instance id; an id that is missing belongs to no key yet."""
         self._unwritten: dict[str, KeyOfId | None] = {}
-        """Keys that were learnt or forgotten here, and that no order says yet."""
+        """Keys that were learnt or forgotten here and are not in an order yet."""
         self._path: Path | None = None
         self._failed: Callable[[Path, OSError], None] = lambda path, error: None
         self._saving = asyncio.Lock()
@@ -110,7 +110,7 @@ class Orders:
         return True
 
     def learn_key(self, instance: str, known: KeyOfId | None) -> None:
-        """An id belongs to this key from now on, or to none; `write_keys` makes that an order."""
+        """Set the key of an id, or none; `write_keys` makes that an order."""
         self._unwritten[instance] = known
         self._unsaved = True
         if known is None:
@@ -119,7 +119,7 @@ class Orders:
             self.keys[instance] = known
 
     async def write_keys(self) -> None:
-        """Write what was learnt about keys as orders. Raises NotLeading."""
+        """Write the learnt keys as orders. Raises NotLeading."""
         await self._change(
             {
                 f"{KEYS}/{instance}": None if known is None else msgspec.json.encode(known)

@@ -32,23 +32,23 @@ from kvstrata.rpc.cluster_wire import Role
 HANDOVER_S = 0.03
 CAPACITY_SHARE = 0.01
 MOST_SHARE = 0.5
-"""The largest p that the bound goes by."""
+"""Maximum p in the bound."""
 LEAST_S = 1e-9
 """Prompts that take less take nothing."""
 MAX_TERMS = 100
 """Of a Poisson sum; a normal distribution stands for longer ones."""
 SIZES = ("2", "4")
-"""How many times larger an L1 may be that is asked about."""
+"""Sizes of larger L1s for which the saving is known, as multiples of the current size."""
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine, and how fast it was measured to be."""
+    """An engine, and its measured speed."""
 
     name: str
     prefill_tokens_s: float
     alone_s: float
     each_s: float
-    """A token of an answer takes `alone_s`, and so much more for each request in flight."""
+    """A token of an answer takes `alone_s`, and `each_s` more for each request in flight."""
     role: Role = "both"
 
 
@@ -57,24 +57,24 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     requests_s: float
     prompt_tokens: float
-    """To be computed, of each."""
+    """Number of prompt tokens to compute, per request."""
     answer_tokens: float
     ttft_s: float = 0.0
-    """In which the first token must come; 0: any time is good."""
+    """Time limit of the first token; 0: none."""
     tpot_s: float = 0.0
-    """In which each further one must come; 0: any time is good."""
+    """Time limit of each further token; 0: none."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """A group of engines and what comes to it."""
+    """A group of engines and its requests."""
 
     engines: list[Engine]
     """At least one."""
     shapes: list[Shape]
     met_share: float | None = None
-    """Of the requests that ended lately, those that were in time; None: not known."""
+    """Share of the recently ended requests that were in time; None: unknown."""
     saved: dict[str, float] = {}
-    """Share of the seconds of all prompts that an L1 of once and more times its size saves, by "1" and SIZES."""
+    """Share of all prompts' seconds that an L1 saves, by its size as a multiple of the current one ("1" and SIZES)."""
     splits: bool = True
     """Whether requests may be split."""
 
@@ -85,31 +85,31 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
-    """What a fleet would do."""
+    """The predicted service of a fleet."""
 
     met_s: float
     """Requests in time, a second."""
     busy: float
     """Share of their time that the busiest engines need; above 1: they are overloaded."""
     compute_s: float
-    """Seconds of computing prompts, a second, of all engines."""
+    """Seconds of computing prompts per second, of all engines."""
     in_flight: int
-    """Requests that an answering engine may have at a time without its answers being late; 0: any number."""
+    """Number of requests that an answering engine may have at a time with its answers in time; 0: any number."""
     score: float
 
 
 class Buy(msgspec.Struct, frozen=True, kw_only=True):
-    """What something else than the present fleet would bring."""
+    """The predicted gain of a change of the fleet."""
 
     what: str
     met_s: float
-    """More requests in time, a second."""
+    """Additional requests in time per second."""
     compute_s: float
-    """Fewer seconds of computing prompts, a second."""
+    """Saved seconds of computing prompts per second."""
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """What is predicted of the present fleet, and what something else would bring."""
+    """The prediction for the current fleet, and the gains of changes."""
 
     predicted: Predicted
     buys: list[Buy]
@@ -122,7 +122,7 @@ def predict(
     *,
     splits: bool = True,
 ) -> Predicted:
-    """What `engines` would do if so many of them, fewer than all, prefilled for the others."""
+    """The prediction for `engines` if some of them, fewer than all, prefill for the others."""
     longest = sorted(shapes, key=lambda one: (-one.prompt_tokens, one.answer_tokens, one.requests_s))
     ranked = _ranked(engines)
     firsts = _counts(ranked) if splits and not prefilling else (prefilling,)
@@ -190,7 +190,7 @@ def _fleet(measured: Measured) -> tuple[list[Engine], list[Shape], int]:
 
 
 def _buys(measured: Measured, present: Predicted) -> list[Buy]:
-    """What more memory, another engine or another split would bring."""
+    """The gains of more memory, another engine or another split."""
     (engines, shapes, now), splits = _fleet(measured), measured.splits
     found = {
         f"{size} × the L1": predict(engines, scaled(shapes, left), now, splits=splits)
@@ -212,7 +212,7 @@ def _buys(measured: Measured, present: Predicted) -> list[Buy]:
 
 
 def still_computed(saved: Mapping[str, float], size: str) -> float | None:
-    """What part of the tokens that are computed now an L1 so many times larger would leave; None: not known."""
+    """The share of the tokens computed now that would still be computed with a larger L1; None: unknown."""
     if not {"1", size} <= saved.keys():
         return None
     computed = 1.0 - saved["1"]
@@ -220,18 +220,18 @@ def still_computed(saved: Mapping[str, float], size: str) -> float | None:
 
 
 def scaled(shapes: Sequence[Shape], factor: float) -> list[Shape]:
-    """The same requests with so many times the tokens to compute."""
+    """The same requests with the tokens to compute multiplied by a factor."""
     return [msgspec.structs.replace(one, prompt_tokens=one.prompt_tokens * factor) for one in shapes]
 
 
 def _ranked(engines: Sequence[Engine]) -> list[Engine]:
-    """Those that prefill first: by the settings, then the fastest."""
+    """The engines in the order in which they are chosen to prefill: by the settings, then the fastest."""
     order = {"prefill": 0, "both": 1, "decode": 2}
     return sorted(engines, key=lambda one: (order[one.role], -one.prefill_tokens_s, one.name))
 
 
 def _counts(engines: Sequence[Engine]) -> range:
-    """Numbers of prefilling engines that are looked at: all of up to 16 engines, some of more."""
+    """The numbers of prefilling engines to evaluate: all for up to 16 engines, some for more."""
     return range(0, len(engines), 1 + (len(engines) - 1) // 16)
 
 
@@ -245,7 +245,7 @@ def _load(rows: Sequence[tuple[float, float]]) -> float:
 
 
 def _waits_at_most(spare_s: float, servers: int, load: float, rows: Sequence[tuple[float, float]]) -> float:
-    """The share of requests whose prompt waits at most so long: step 3."""
+    """The share of requests whose prompt waits at most a given time: step 3."""
     if spare_s < 0 or load >= 1.0:
         return 0.0
     half_s = _jump_s(rows) / 2.0

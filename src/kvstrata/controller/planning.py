@@ -53,7 +53,7 @@ class Forecast:
 
 
 class Loads:
-    """What comes to the groups, from the totals of gateways."""
+    """The load of the groups, from the totals of gateways."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, Key], ShapeCount] = {}
@@ -61,7 +61,7 @@ class Loads:
         self._forecasts: dict[Key, Forecast] = {}
 
     def add(self, told: Iterable[tuple[str, ShapeCount]], step_s: float) -> None:
-        """Take what gateways have told at the end of a step. Totals that have not grown say nothing."""
+        """Apply the gateways' reports at the end of a step. Totals that have not grown are ignored."""
         now = {(gateway, _key(one)): one for gateway, one in told}
         grown: dict[Key, list[int]] = {}
         for (gateway, key), one in now.items():
@@ -79,7 +79,7 @@ class Loads:
         self._forecasts = {key: one for key, one in self._forecasts.items() if one.next > 1e-4}
 
     def shapes(self, group: str) -> list[Shape]:
-        """What is expected at a group in the next step."""
+        """The requests expected at a group in the next step."""
         sums: dict[Key, list[int]] = defaultdict(lambda: [0] * 4)
         for (_, key), one in self._before.items():
             sums[key] = [a + b for a, b in zip(sums[key], _counts(one), strict=True)]
@@ -96,27 +96,27 @@ class Loads:
         return sorted(found, key=lambda one: -one.requests_s)[:MAX_SHAPES]
 
     def met_share(self, group: str) -> float | None:
-        """Of the requests of the last step, those in time; None: there were too few."""
+        """The share of the last step's requests that were in time; None: there were too few."""
         rows = [counts for key, counts in self._grown.items() if key[0] == group]
         ended = sum(counts[0] for counts in rows)
         return sum(counts[1] for counts in rows) / ended if ended >= FEWEST else None
 
 
 MAX_SHAPES = 16
-"""Of a group: those that come most often."""
+"""Maximum number of shapes of a group: the most frequent ones."""
 
 
 class Planning:
-    """See the module. Belongs to the event loop."""
+    """Plans in steps. Belongs to the event loop."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._loads = Loads()
         self.groups: dict[str, tuple[Measured, Advice]] = {}
-        """The last step's."""
+        """Measurements and advice of the last step, by group."""
 
     async def keep(self) -> None:
-        """Look every STEP_S, until cancelled."""
+        """Run a step every STEP_S, until cancelled."""
         while True:
             await asyncio.sleep(STEP_S)
             await self.tick()
@@ -163,7 +163,7 @@ class Planning:
         }
 
     def _saved(self, urls: Iterable[str]) -> dict[str, float]:
-        """What larger L1s of the engines' instances would save: the mean over them."""
+        """The savings of larger L1s, averaged over the engines' instances."""
         wanted = set(urls)
         told = [
             one.condition.load.saved

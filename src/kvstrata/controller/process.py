@@ -69,7 +69,7 @@ DRAIN_S = 10.0
 LIVE = ("log_level",)
 HTTP_TOKEN = "http.token_file"
 DASHBOARD = frozenset({"/", "/dashboard/"})
-"""Where the dashboard's files are: they are the same for all users, and hold no data."""
+"""Paths of the dashboard's files, which are the same for all users and hold no data."""
 PUBLIC = {one.path.partition("{")[0] for one in OPERATIONS if one.public}
 
 
@@ -291,7 +291,7 @@ class Controller(Process):
         return {"snapshot": self._snapshots is not None}
 
     def given_up(self) -> dict[str, object]:
-        """Instances that were registered; they go on, and look for a controller."""
+        """Instances that were registered; they continue, and look for a controller."""
         return {"instances": len(list(self._cluster.members))}
 
     async def reload(self) -> dict[str, object]:

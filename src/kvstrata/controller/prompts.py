@@ -23,9 +23,9 @@ class Kind(NamedTuple):
     slices: tuple[bytes, ...]
     instances: tuple[str, ...]
     spans: tuple[int, ...] = ()
-    """For each slice how many of a hit's last chunks are needed, 0: all; () if all are in each."""
+    """For each slice how many of a hit's last chunks it needs, 0: all; () if every slice needs all."""
     record_bytes: tuple[int, ...] = ()
-    """For each slice the length of a whole chunk's record; () if not known."""
+    """For each slice the length of a whole chunk's record; () if unknown."""
     adapters: tuple[list[str], ...] = ()
     """For each of `instances` the adapters of its requests, see KvKind."""
 

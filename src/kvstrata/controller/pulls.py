@@ -50,7 +50,7 @@ def parts(
 
 
 def batches(keys: bytes, n_slices: int, most_keys: int = MAX_PEER_KEYS) -> list[bytes]:
-    """The keys, cut between chunks into parts of at most so many, and of at least one chunk."""
+    """The keys, cut between chunks into parts of at most `most_keys` keys, but at least one chunk."""
     step = max(1, most_keys // n_slices) * n_slices * KEY_BYTES
     return [keys[at : at + step] for at in range(0, len(keys), step)]
 

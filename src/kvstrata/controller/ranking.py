@@ -81,7 +81,7 @@ class Ranking(Numbers):
 
 
 def owner_of(member: Member, n_keys: int) -> Owner:
-    """How peers reach a member, which has so many leading keys."""
+    """The Owner entry of a member that has `n_keys` leading keys."""
     return Owner(
         member.id, member.incarnation, member.told.control_endpoint, n_keys, member.confirmed, member.key
     )

@@ -60,11 +60,11 @@ class SavedMember(msgspec.Struct, frozen=True):
     slots: dict[str, Annotated[int, Meta(ge=1, le=65_535)]]
     """By tier: the slot of its placements in the file."""
     cursor: int | None
-    """From which it is followed on; None: it was not in step."""
+    """Cursor from which it is followed; None: it was not in step."""
 
 
 class Document(msgspec.Struct, frozen=True):
-    """What a snapshot says besides placements."""
+    """The content of a snapshot besides placements."""
 
     controller: str
     unix_ms: int

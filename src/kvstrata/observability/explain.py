@@ -48,10 +48,10 @@ MAX_PROBES = 8_192
 MAX_IDENTITIES_PER_PROBE = 8
 MAX_LOOKUPS = 4_096
 MAX_LISTED_IDS = 8
-"""Most request ids that an error lists where several match."""
+"""Maximum number of matching request ids that an error lists."""
 MAX_DETAIL_CHARS = 120
 _TAG_BYTES = 8
-"""A note names its key by its first bytes."""
+"""Number of a key's first bytes that identify its note."""
 _LEFT_BY: dict[int, str] = {
     PoolChange.CLEARED: "clear",
     PoolChange.REMOVED: "an evict of the controller",
@@ -66,12 +66,12 @@ _ADVICE = {
 
 
 def with_advice(word: str) -> str:
-    """A short reason, with advice if a setting is the cause."""
+    """A reason code, with advice if a setting is the cause."""
     return f"{word}: {_ADVICE[word]}" if word in _ADVICE else word
 
 
 class TenantNumbers(Numbers):
-    """What lookups of one tenant asked for, and where it was found."""
+    """The chunks that one tenant's lookups asked for, by where they were found."""
 
     asked = counter(
         "Chunks that a tenant's lookups asked for. Only for tenants named in the settings or the tenants file at the "
@@ -87,7 +87,7 @@ class TenantNumbers(Numbers):
 
 
 class ServerNumbers(Numbers, prefix=""):
-    """The numbers of a server's requests and cluster. Belongs to the event loop."""
+    """The metrics of a server's requests and cluster. Belongs to the event loop."""
 
     requests = counter("Requests by operation.", "op")
     request_seconds = histogram(
@@ -125,7 +125,7 @@ class ServerNumbers(Numbers, prefix=""):
 
     def __init__(self) -> None:
         self.tenants: dict[int, TenantNumbers] = {}
-        """By the tenant's number; only those that the settings or the tenants file named at the start."""
+        """Tenants' numbers by tenant number; only tenants that the settings or the tenants file named at the start."""
 
 
 class KeyNote(NamedTuple):
@@ -137,11 +137,11 @@ class KeyNote(NamedTuple):
 
 
 class Choice(msgspec.Struct):
-    """Whether the chunks that one adapter has of a prompt were loaded, or left to be computed."""
+    """Whether a prompt's chunks in one adapter were loaded, or left to the engine to compute."""
 
     adapter: str
     chunks: int
-    """From its first one to the last one that L1 or an adapter has."""
+    """Number of chunks from the adapter's first one to the last one in L1 or an adapter."""
     load_bytes: int
     load_s: float | None
     compute_s: float
@@ -174,7 +174,7 @@ class Explained(NamedTuple):
 
 
 class EngineUse:
-    """What one engine has asked for and stored; totals since it attached."""
+    """The chunks that one engine has asked for and stored; totals since it attached."""
 
     __slots__ = ("avoided_s", "hit_chunks", "lookup_chunks", "lookups", "stored_records")
 
@@ -184,7 +184,7 @@ class EngineUse:
 
 
 class Explainer:
-    """See the module. Belongs to the event loop."""
+    """Keeps the records that the module describes. Belongs to the event loop."""
 
     def __init__(self, counters: ServerNumbers, clock: Clock, policy: str) -> None:
         """`policy`: name of the eviction policy of L1."""
@@ -207,17 +207,17 @@ class Explainer:
     # --- chunks, by storage key -----------------------------------------------------------------------------
 
     def note_of(self, key: bytes) -> KeyNote | None:
-        """The last event of an absent key; None if nothing is known of it."""
+        """The last event of an absent key; None if there is no note."""
         return self.notes.get(key[:_TAG_BYTES])
 
     def committed(self, engine: EngineUse, keys: Sequence[bytes]) -> None:
-        """Note that an engine's chunks became visible."""
+        """An engine's chunks became visible."""
         self._stored(keys)
         self._counters.committed_chunks += len(keys)
         engine.stored_records += len(keys)
 
     def refused(self, key: bytes, word: str) -> None:
-        """Note that a reserve of this chunk was refused; `word` says why."""
+        """A reserve of this chunk was refused; `word` is the reason code."""
         self._note(key, MissReason.REFUSED, with_advice(word), self._clock.unix_ms())
 
     def put_skipped(self, key: bytes, reason: str) -> None:

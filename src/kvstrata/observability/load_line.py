@@ -9,24 +9,24 @@ from __future__ import annotations
 import math
 
 KEPT = 0.98
-"""How much a batch counts after the next one."""
+"""Weight of a batch relative to the next one."""
 DRIFT = 0.4
-"""How much the last load counts for the present speed."""
+"""Weight of the last load in the estimate of the current speed."""
 MAX_SURPRISE = math.log(8)
-"""A load counts as at most so much slower or faster than expected, by its logarithm."""
+"""Limit of the logarithm of measured over expected time of a load."""
 LEAST_BATCHES = 8
 TOKENS_DEPTH = 3.3 / 100_000
-"""By how much each token of a prompt makes the tokens behind it dearer, as a share of the first one's cost: that of a
-model with 8 B parameters."""
+"""Increase of a token's cost per token before it, as a share of the first token's cost: that of a model with 8 B
+parameters."""
 
 
 def prompt_work(first: int, end: int) -> float:
-    """How many tokens at a prompt's start take as long to compute as its tokens `first` to `end`."""
+    """The number of tokens at a prompt's start that take as long to compute as its tokens `first` to `end`."""
     return (end - first) * (1.0 + TOKENS_DEPTH * (first + end) / 2)
 
 
 class LoadLine:
-    """See the module. Belongs to one thread."""
+    """The fitted line. Belongs to one thread."""
 
     __slots__ = ("_bb", "_bs", "_bytes", "_n", "_s", "batches")
 
@@ -36,7 +36,7 @@ class LoadLine:
         """Number of batches so far."""
 
     def add(self, n_bytes: float, seconds: float) -> None:
-        """A batch of so many bytes, or tokens, more than 0, took so long."""
+        """Add a batch: its bytes or tokens (more than 0), and its time."""
         self._n = KEPT * self._n + 1.0
         self._bytes = KEPT * self._bytes + n_bytes
         self._s = KEPT * self._s + seconds
@@ -45,9 +45,9 @@ class LoadLine:
         self.batches += 1
 
     def fitted(self) -> tuple[float, float] | None:
-        """Latency in seconds, at least 0, and bytes a second; None after fewer than LEAST_BATCHES.
+        """Latency in seconds, at least 0, and bytes per second; None after fewer than LEAST_BATCHES.
 
-        A line that no load can follow (a negative latency or rate) gives way to the rate alone.
+        An impossible line (a negative latency or rate) is replaced by the rate alone.
         """
         if self.batches < LEAST_BATCHES or self._s <= 0.0:
             return None
@@ -63,9 +63,9 @@ class LoadLine:
 
 
 class LoadTimes(LoadLine):
-    """How long loads from one tier take now: a line over many loads, times how much slower the last few were.
+    """Estimates the time of loads from one tier: a line over many loads, times the slowdown of the last few.
 
-    The line is over the loads as if they had not been slower, so that it keeps its shape when the tier's speed changes.
+    The line is fitted to the loads without their slowdown, so that it keeps its shape when the tier's speed changes.
     """
 
     __slots__ = ("_drift", "measured_s")
@@ -73,25 +73,25 @@ class LoadTimes(LoadLine):
     def __init__(self) -> None:
         super().__init__()
         self._drift = 0.0
-        """Logarithm of how much slower they were."""
+        """Logarithm of the current slowdown."""
         self.measured_s = -math.inf
-        """When a load was last measured, or begun to be."""
+        """Time at which the last measurement of a load ended or began."""
 
     def fitted(self) -> tuple[float, float] | None:
-        """As of LoadLine, at the present speed."""
+        """As `LoadLine.fitted`, at the current speed."""
         if (line := LoadLine.fitted(self)) is None:
             return None
         slower = math.exp(self._drift)
         return line[0] * slower, line[1] / slower
 
     def expected_s(self, n_bytes: int) -> float | None:
-        """Seconds until so many bytes are loaded, those before them in the queue included; None: not known yet."""
+        """Seconds until `n_bytes` are loaded, which include those queued before them; None: unknown yet."""
         if (line := LoadLine.fitted(self)) is None:
             return None
         return (line[0] + n_bytes / line[1]) * math.exp(self._drift)
 
     def measured(self, n_bytes: int, seconds: float, now_s: float) -> None:
-        """So many bytes, those before them in the queue included, took so long."""
+        """Add a measured load: its bytes, with those queued before them, and its time."""
         if seconds <= 0 or n_bytes <= 0:
             return
         if expected_s := self.expected_s(n_bytes):

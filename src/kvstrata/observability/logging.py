@@ -39,7 +39,7 @@ MAX_KINDS = 1024
 MAX_VALUE_CHARS = 300
 MAX_MESSAGE_CHARS = 4_000
 FLUSH_S = 1.0
-"""Longest wait for the reader of the log, at the end of a process."""
+"""Maximum wait for the reader of the log at the end of a process."""
 MAX_LINES = 4_096
 """Maximum number of lines that wait for the reader of the log."""
 TEST_EVENTS = "KVSTRATA_TEST_EVENTS"
@@ -51,7 +51,7 @@ STDERR = 2
 class LogWriter(QueueHandler):
     """Writes lines to a descriptor, see the module. The descriptor `fd` must stay open for as long as the process runs.
 
-    Its thread is a daemon, since it may wait for the reader for ever.
+    Its thread is a daemon, since it may wait for the reader forever.
     """
 
     def __init__(self, fd: int, written: Callable[[], None] | None = None) -> None:
@@ -233,7 +233,7 @@ class _JsonFormatter(_Formatter):
 
 
 class Thinning:
-    """Lets one line of each kind through in `window_s`, and counts the others. Keeps MAX_KINDS kinds; thread-safe."""
+    """Passes one line of each kind per `window_s`, and counts the others. Keeps MAX_KINDS kinds; thread-safe."""
 
     def __init__(self, window_s: float = WINDOW_S, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._window_s = window_s
@@ -273,19 +273,19 @@ class EventLog:
         self._thinning = Thinning(clock_s=clock_s)
 
     def debug(self, event: str, **fields: object) -> None:
-        """Write a detail that helps to find faults."""
+        """Log a detail for debugging."""
         self._write(logging.DEBUG, event, fields)
 
     def info(self, event: str, **fields: object) -> None:
-        """Write an event that an operator wants to see once."""
+        """Log an event of interest to operators."""
         self._write(logging.INFO, event, fields)
 
     def warning(self, event: str, **fields: object) -> None:
-        """Write that something went wrong, although the server goes on."""
+        """Log a problem after which the server continues."""
         self._write(logging.WARNING, event, fields)
 
     def error(self, event: str, **fields: object) -> None:
-        """Write that a part of the server ends, or that a promise to users may be broken."""
+        """Log that a part of the server ends, or that a guarantee to users may be broken."""
         self._write(logging.ERROR, event, fields)
 
     def repeated(self, level: int, kind: str, event: str, **fields: object) -> None:

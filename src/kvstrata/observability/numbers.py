@@ -43,11 +43,11 @@ LONG_BUCKETS = (
 )
 """Upper bounds for full syncs and snapshots."""
 RATIO_BUCKETS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)
-"""Upper bounds for what was expected by what was measured."""
+"""Upper bounds for the ratio of expected to measured values."""
 MAX_WORDS = 32
-"""Most words of a plugin that get a label of their own."""
+"""Maximum number of a plugin's words that get a label of their own."""
 WORD = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
-"""Words of a plugin that can be a label; any other counts as `other`."""
+"""Pattern of a plugin's words that can be a label; others count as `other`."""
 
 
 class Words(dict[Any, int]):
@@ -57,7 +57,7 @@ class Words(dict[Any, int]):
         return 0
 
     def add_foreign(self, word: str, count: int = 1) -> None:
-        """Count a word that a plugin may have chosen; `other` if it is no label, or would be one label too many."""
+        """Count a word that a plugin may have chosen; as `other` if it is not a valid label, or exceeds MAX_WORDS."""
         self[word if word in self or (len(self) < MAX_WORDS and WORD.fullmatch(word)) else "other"] += count
 
 
@@ -130,7 +130,7 @@ class Number:
 
 
 class _Read(Number):
-    """A number that is read whenever it is shown."""
+    """A number that is computed when it is shown."""
 
     def __init__(
         self, kind: str, meaning: str, labels: tuple[str, ...], read: Callable[[Any], object], **more: Any
@@ -230,12 +230,12 @@ class Numbers:
         return part
 
     def values(self) -> Iterator[tuple[Number, Any]]:
-        """Each number with its present value."""
+        """Each number with its current value."""
         for number in self.declared:
             yield number, getattr(self, number.field)
 
     def document(self) -> dict[str, Any]:
-        """The section of the status document: the present values by key."""
+        """The section of the status document: the current values by key."""
         found: dict[str, Any] = {}
         for number, value in self.values():
             if number.key and value is not None:
@@ -264,7 +264,7 @@ def words_of(word: object) -> tuple[str, ...]:
 # --- the page /metrics -----------------------------------------------------------------------------------------------
 
 FRESH_S = 0.25
-"""Age up to which the page /metrics is given to further readers, however many it has; under test it is always new."""
+"""Maximum age of a /metrics page that is served to further readers; under test the page is always new."""
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Sections = Iterable[tuple[str, Numbers]]

@@ -19,7 +19,7 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Numbers, counter
 
 SAMPLED = "13579bdf"
-"""The last digits of texts whose trace is sampled."""
+"""Last hexadecimal digits of a `traceparent` that is sampled."""
 MAX_WAITING = 4_096
 EVERY_MS = 1_000
 EXPORT_S = 5.0
@@ -47,7 +47,7 @@ class Span:
 
 
 class _FirstWord(logging.Handler):
-    """Keeps what the SDK says first of a message; what follows are its further tries."""
+    """Keeps the SDK's first log line about a message and drops those about its retries."""
 
     said = ""
 
@@ -56,7 +56,7 @@ class _FirstWord(logging.Handler):
 
 
 class Tracer(Numbers):
-    """Makes spans and sends them, see the module. `begin` and spans belong to the event loop."""
+    """Makes spans and sends them. `begin` and spans belong to the event loop."""
 
     spans = counter("Spans for the OpenTelemetry collector: sent, or refused.", "outcome")
 
@@ -114,7 +114,7 @@ class Tracer(Numbers):
         return Span(self._within, span) if span.is_recording() else None
 
     def close(self) -> None:
-        """Send what waits, for up to STOP_S. Blocks."""
+        """Send the waiting spans, for up to STOP_S. Blocks."""
         ends = threading.Thread(target=self._provider.shutdown, name="kv-otel", daemon=True)
         ends.start()
         ends.join(STOP_S)

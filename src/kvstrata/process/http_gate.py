@@ -49,7 +49,7 @@ Headers = Mapping[bytes, bytes]
 
 
 class Access:
-    """Who may use one port."""
+    """The access rules of one port."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Access:
         self._any_host = not token and not self._loopback
 
     def set_token(self, token: str) -> None:
-        """Ask for this token from now on; empty: the port is open."""
+        """Require this token from now on; empty: the port is open."""
         self._token = token.encode()
 
     def knows_host(self, host: str) -> bool:
@@ -125,7 +125,7 @@ def bare_host(host: str) -> str:
 
 
 class Denied(Exception):
-    """A request that is not answered: the status and the error of its answer, and further headers."""
+    """A refused request: the status and the error of its answer, and further headers."""
 
     def __init__(
         self, status: int, code: str, message: str, field: str = "", *headers: tuple[bytes, bytes]
@@ -226,7 +226,7 @@ async def _whole_body(receive: Receive, headers: Headers, bounds: Bounds, *, pro
 
 
 def _length(headers: Headers) -> int:
-    """The length of a body, as far as the request tells it."""
+    """The length of a body, as far as the request states it."""
     text = headers.get(b"content-length", b"")
     return int(text) if text.isdigit() and len(text) < 16 else MAX_BODY_BYTES + 1 if text else 0
 

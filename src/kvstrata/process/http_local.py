@@ -68,7 +68,7 @@ def find_token(url: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _folders(environ: Mapping[str, str]) -> Iterator[Path]:
-    """Where the files may lie: what systemd or cron starts often has no XDG_RUNTIME_DIR, unlike a login shell."""
+    """Folders of the files: processes of systemd or cron often have no XDG_RUNTIME_DIR, unlike a login shell."""
     try:
         places = run_dirs(environ)
     except ConfigError:

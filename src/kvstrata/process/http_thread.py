@@ -97,7 +97,7 @@ class Port:
         self._server = make_server(self.app, bounds)
 
     def set_token(self, token: str) -> None:
-        """Ask for this token from now on; see `Access.set_token`."""
+        """Require this token from now on; see `Access.set_token`."""
         if self._own_loop is None:
             self._access.set_token(token)
         else:
@@ -196,7 +196,7 @@ class Port:
         return value if isinstance(value, Reply) else Reply(value, one.status)
 
     async def _turned(self) -> None:
-        """Returns when the process's loop has had a turn."""
+        """Wait for the next turn of the process's loop."""
 
         async def ask() -> None:
             await _on(self._loop, asyncio.sleep(0))

@@ -43,12 +43,12 @@ NO_SUPERVISE = "--no-supervise"
 KEEPER = "kv-keeper"
 """Its name in ps and top; the child has that of the command."""
 _ENDS_BY_ITSELF = frozenset({"--check", "--help", "--print-envoy", "--version", "-h"})
-"""With these arguments the command prints something and ends; it is not supervised."""
+"""Arguments with which the command only prints and ends; it is not supervised."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0
 STEADY_S = 60.0
 ANSWER_S = 1.0
 EXIT_CONFIG, EXIT_LATER = 2, 75
-"""A start failed: again with the same settings; perhaps not next time."""
+"""Exit statuses of a failed start: it would fail again with the same settings; it may succeed later."""
 ENDING: frozenset[int] = frozenset({signal.SIGTERM, signal.SIGINT})
 """Signals that tell a process to end."""
 FORWARDED = ENDING | {signal.SIGHUP}
@@ -61,14 +61,14 @@ _FROM_KERNEL = 0x80
 
 
 class Restarts(NamedTuple):
-    """How often the process was started again, and why it ended the last time."""
+    """The number of restarts of the process, and why it ended the last time."""
 
     times: int = 0
     cause: str = ""
     keeper_fd: int = -1
-    """Where the child names its pool to the keeper; -1: it has no keeper."""
+    """Descriptor on which the child names its pool to the keeper; -1: it has no keeper."""
     answers_fd: int = -1
-    """Where the keeper answers, once it has opened what the child has named."""
+    """Descriptor on which the keeper answers when it has opened the named files."""
     pool_fds: tuple[int, ...] = ()
     """sessions.lock, index and extents of a pool that the keeper keeps open, for the child to close; or none."""
 
@@ -128,7 +128,7 @@ def open_standard_descriptors() -> None:
 
 
 def pause_s(pause_before_s: float, lived_s: float) -> float:
-    """How long to wait before the next start, after a pause of `pause_before_s` and a child that lived `lived_s`."""
+    """Pause before the next start, after a pause of `pause_before_s` and a child that lived `lived_s`."""
     if pause_before_s == 0 or lived_s >= STEADY_S:
         return FIRST_PAUSE_S
     return min(2 * pause_before_s, LONGEST_PAUSE_S)

@@ -43,12 +43,12 @@ from kvstrata.process.supervisor import Supervisor
 EXIT_CRASHED = 70
 SAME_STOP_S = 0.2
 CLOSING_S = 5.0
-"""Time for closing everything, after the time for finishing work."""
+"""Time limit for closing everything, after the time for finishing work."""
 GUARD_S = 1.0
-"""After this time beyond the budget of a stop a thread ends the process, since the loop or another thread hangs."""
+"""Time beyond the budget of a stop after which a thread ends the process, since the loop or a thread hangs."""
 WAIT_SAID_S = 1.0
 FEWEST_FILES = 128
-"""Descriptors that a process needs before the first client comes."""
+"""Number of descriptors that a process needs before its first client connects."""
 SOCKET, WATCHDOG, WATCHDOG_PID = "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"
 M_TRIM_THRESHOLD, TRIM_BYTES = -1, 1 << 20
 
@@ -64,9 +64,9 @@ def set_up() -> None:
 
 
 def _give_memory_back() -> None:
-    """Let glibc give freed memory at the top of the heap back, if there is more than TRIM_BYTES of it.
+    """Make glibc return freed memory at the top of the heap if it is more than TRIM_BYTES.
 
-    By default glibc raises this bound with the largest block that was ever freed, and a server keeps what a burst took.
+    By default glibc raises this limit with the largest block that was ever freed, and a server keeps a burst's memory.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
     if set_option is not None:
@@ -87,10 +87,10 @@ def run(process: Process) -> int:
 
 
 class Systemd:
-    """What this process tells systemd, if systemd started it: sd_notify(3), over the socket of NOTIFY_SOCKET.
+    """Notifications to systemd, if it started this process: sd_notify(3), over the socket of NOTIFY_SOCKET.
 
-    The variables are taken out of `environment`, so that no child speaks for us.  A message that cannot be sent is
-    dropped: systemd's trouble is no reason to stop serving.
+    The variables are removed from `environment`, so that no child notifies in our name.  A message that cannot be sent
+    is dropped: a fault of systemd is no reason to stop serving.
     """
 
     def __init__(self, environment: MutableMapping[str, str]) -> None:
@@ -103,7 +103,7 @@ class Systemd:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
             self._socket.setblocking(False)
         self.watchdog_s: float | None = None
-        """systemd ends this process if it hears nothing for this long; None: it does not watch."""
+        """Time without a notification after which systemd ends this process; None: no watchdog."""
         if (
             self._socket is not None
             and pid in ("", str(os.getpid()))
@@ -145,7 +145,7 @@ class Systemd:
 
 
 class ProcessNumbers(Numbers):
-    """How often this process was started again."""
+    """The number of restarts of this process."""
 
     restarts = counter(
         "Restarts of this process by its keeper after it died.",
@@ -203,11 +203,11 @@ class Process(ABC):
 
     @abstractmethod
     def under_way(self) -> dict[str, object]:
-        """What a stop waits for, for the log."""
+        """The work that a stop waits for, for the log."""
 
     @abstractmethod
     def given_up(self) -> dict[str, object]:
-        """What a stop has given up, for the log. Called after `drain`."""
+        """The work that a stop has abandoned, for the log. Called after `drain`."""
 
     @abstractmethod
     async def reload(self) -> dict[str, object]:

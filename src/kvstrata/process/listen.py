@@ -21,7 +21,7 @@ from kvstrata.process.http_local import TOKEN_FIELD, fresh_token, publish
 from kvstrata.process.ports import port_holder
 
 LOOK_S = 5.0
-"""Interval at which the file with a port's token is looked at."""
+"""Interval of checks of the file with a port's token."""
 
 
 @dataclass
@@ -57,12 +57,12 @@ def read_token(settings: ListenSettings, *, insecure: bool) -> str:
 
 
 class ServedToken:
-    """The token of a port that is served: the port asks for it, and clients of the same user find it in a file."""
+    """The token of a served port: the port requires it, and clients of the same user find it in a file."""
 
     def __init__(
         self, set_token: Callable[[str], None], settings: ListenSettings, port: int, token: str, log: EventLog
     ) -> None:
-        """Publish the token. Raises ConfigError. `set_token` makes the port ask for another one."""
+        """Publish the token. Raises ConfigError. `set_token` makes the port require another one."""
         self._set_token = set_token
         self._settings = settings
         self._port = port
@@ -89,7 +89,7 @@ class ServedToken:
         return str(self._path or "")
 
     def replace(self, token: str) -> bool:
-        """Ask for this token from now on; returns whether it differs. Raises ConfigError; then the old one stays."""
+        """Require this token from now on; returns whether it differs. Raises ConfigError; then the old one stays."""
         if token == self._token:
             return False
         self._publish(token)
@@ -97,13 +97,13 @@ class ServedToken:
         return True
 
     async def keep(self) -> None:
-        """Put the file back whenever somebody has removed it, until cancelled."""
+        """Restore the file whenever it was removed, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             self.look()
 
     def look(self) -> None:
-        """Put the file back if somebody has removed it."""
+        """Restore the file if it was removed."""
         was = self._path
         if was is None or path_id(was) == self._id:
             return
@@ -122,7 +122,7 @@ class ServedToken:
 
 
 def warn_if_open(settings: ListenSettings, token: str, port: int, log: EventLog, *, insecure: bool) -> None:
-    """Log that `--insecure` opens a port to everybody, and that other machines reach it without TLS."""
+    """Log that `--insecure` opens a port to all users, and that other machines reach it without TLS."""
     warn_if_plain(settings.host, port, log)
     if insecure and not token:
         log.warning(

@@ -57,10 +57,10 @@ _LONG_ITEMS: dict[bytes, msgspec.json.Decoder[Any]] = {
 
 
 class Reply(NamedTuple):
-    """An answer that is more than a value with the status of its operation."""
+    """An answer with a status or headers of its own."""
 
     value: Any
-    """Bytes go out as they are, anything else as JSON."""
+    """Bytes are sent unchanged, any other value as JSON."""
     status: int = 200
     headers: Mapping[str, str] = MappingProxyType({})
     media_type: str = "application/json"
@@ -72,11 +72,11 @@ class Reply(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One operation; see the module."""
+    """The declaration of one operation."""
 
     method: str
     path: str
-    """As FastAPI takes it: `{name}`, or `{name:path}` for a value that may contain slashes."""
+    """Path in FastAPI's form: `{name}`, or `{name:path}` for a value that may contain slashes."""
     run: Callable[..., Any]
     """Called with the parts of the process, and, if it has parameters of these names, `ask`, `headers` and `target`."""
     ask: type[msgspec.Struct]
@@ -88,16 +88,16 @@ class Operation(NamedTuple):
     shows: bool = False
     """`kvstrata ctl` reads the same path, if it is given nothing to write."""
     timeout_s: float = 30.0
-    """Time that `kvstrata ctl` waits for the answer, beside the `wait_s` of the request."""
+    """Time that `kvstrata ctl` waits for the answer, in addition to the `wait_s` of the request."""
     tag: str = ""
     acts: bool = False
-    """Only the leader among several controllers carries it out; `parts.elsewhere` says where else to ask."""
+    """Whether only the leader among several controllers carries it out; `parts.elsewhere` names the leader."""
     here: bool = False
-    """It uses nothing of the process, and runs on the thread of the HTTP port."""
+    """Whether it uses no parts of the process and runs on the thread of the HTTP port."""
     public: bool = False
-    """It needs no token."""
+    """Whether it needs no token."""
     hidden: bool = False
-    """It is no part of the API's description."""
+    """Whether it is omitted from the API's description."""
 
     @property
     def help(self) -> str:
@@ -110,7 +110,7 @@ class Operation(NamedTuple):
         return _PATH_FIELD.findall(self.path)
 
     async def call(self, parts: Any, words: Mapping[str, Any]) -> Any:
-        """Carry it out with those of these arguments that it has. Raises KvstrataError."""
+        """Run it with those of these arguments that it accepts. Raises KvstrataError."""
         if self.acts and (moved := parts.elsewhere(words["target"])) is not None:
             return moved
         taken = {name: words[name] for name in self.run.__annotations__ if name in words}
@@ -150,7 +150,7 @@ class Nothing(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def operation(method: str, path: str, **more: Any) -> Callable[[Function], Function]:
-    """State that this function is an operation; `more`: fields of Operation."""
+    """Declare this function as an operation; `more`: fields of Operation."""
 
     def state(function: Function) -> Function:
         def evaluated(name: str, default: Any) -> Any:
@@ -169,7 +169,7 @@ def operation(method: str, path: str, **more: Any) -> Callable[[Function], Funct
 
 
 def operations_of(*modules: ModuleType) -> list[Operation]:
-    """The operations that these modules state, in the order of their text."""
+    """The operations that these modules declare, in the order of their text."""
     return [
         one.operation
         for module in modules
@@ -197,7 +197,7 @@ def _parts(
 
 
 async def asked(one: Operation, path: Mapping[str, str], query: Mapping[str, str], body: bytes) -> Any:
-    """The struct `ask` of a request. Raises BadRequest. Others have turns while a long body is decoded."""
+    """The struct `ask` of a request. Raises BadRequest. Other tasks run while a long body is decoded."""
     texts = {**(query if one.method == "GET" else {}), **path}
     try:
         found = msgspec.structs.asdict(msgspec.convert(texts, one.texts, strict=False))
@@ -280,7 +280,7 @@ def keys_of(texts: Sequence[str]) -> bytes:
 
 
 def _refused(kind: type[msgspec.Struct], value: Any, error: msgspec.ValidationError) -> BadRequest:
-    """The first thing that is wrong in a request, as the error for a wrong setting says it."""
+    """The error for the first wrong field of a request, in the form of one for a wrong setting."""
     for path, says in problems(kind, value) if isinstance(value, Mapping) else ():
         return BadRequest(f"{path or 'body'}: {says}", field=path)
     return BadRequest(f"body: {error}", field="body")

@@ -14,7 +14,7 @@ from kvstrata.errors import ConfigError, MachineLacks
 
 
 class Listening(NamedTuple):
-    """A port that a setting asks for; 0: a free one."""
+    """A port that a setting names; 0: a free one."""
 
     setting: str
     host: str
@@ -28,7 +28,7 @@ def host_and_port(place: str) -> tuple[str, int]:
 
 
 def refuse_port_twice(ports: list[Listening]) -> None:
-    """Raises ConfigError if two settings ask for one port of one address."""
+    """Raises ConfigError if two settings name the same port of one address."""
     for number, second in enumerate(ports):
         for first in ports[:number]:
             if first.port == second.port != 0 and _overlap(first.host, second.host):
@@ -40,7 +40,7 @@ def refuse_port_twice(ports: list[Listening]) -> None:
 
 
 def _overlap(first: str, second: str) -> bool:
-    """Whether two addresses to listen on have one in common, as far as their texts tell."""
+    """Whether two addresses to listen on overlap, as far as their texts show."""
     both = {first, second}
     if len(both) == 1 or "::" in both:
         return True

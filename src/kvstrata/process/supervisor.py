@@ -32,7 +32,7 @@ class Supervisor:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._log = EventLog("supervisor")
         self.failure: asyncio.Future[str] = loop.create_future()
-        """Its result says which task of `spawn` crashed and how."""
+        """Its result names the crashed task of `spawn` and the error."""
         self.failed_jobs = 0
 
     def __len__(self) -> int:
@@ -55,7 +55,7 @@ class Supervisor:
         return task
 
     async def idle(self) -> None:
-        """Returns when no task runs."""
+        """Wait until no task runs."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -91,7 +91,7 @@ SWITCH_S = 0.000_5
 
 
 def answer_future(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
-    """End a future as the work did that it stands for, unless nobody waits for it any more."""
+    """Complete a future with the outcome of its work, unless it was cancelled."""
     if future.done():
         return
     if error is None:
@@ -142,7 +142,7 @@ class PoolLane:
         queue: int | None = 128,
         name: str = "kv-pool",
     ) -> None:
-        """`queue`: most calls that may wait; None: the callers bound their number themselves."""
+        """`queue`: maximum number of waiting calls; None: the callers bound their number themselves."""
         self._loop = loop
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name, initializer=name_thread)
         self._free = None if queue is None else threads + queue
