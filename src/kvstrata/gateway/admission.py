@@ -91,7 +91,7 @@ class Flow:
 
 
 class Admission(Numbers):
-    """See the module. Belongs to the event loop.
+    """The queue of requests that wait for an engine. Belongs to the event loop.
 
     A caller of `enter` must take the decision from `request.found`, or call `leave`.
     """

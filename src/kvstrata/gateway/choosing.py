@@ -101,7 +101,7 @@ class Choice:
 
 
 class Choosing:
-    """See the module. Belongs to the event loop."""
+    """Chooses engines, and learns from outcomes. Belongs to the event loop."""
 
     def __init__(
         self,

@@ -64,7 +64,7 @@ class Kept:
 
 
 class Decisions:
-    """See the module. Belongs to the event loop."""
+    """The kept decisions. Belongs to the event loop."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s

@@ -44,7 +44,7 @@ UNIX = "unix:"
 
 
 class EngineState(enum.Enum):
-    """See the module."""
+    """The state of an engine, as in the module's diagram."""
 
     NEW = "new"
     UP = "up"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Parts:
-    """See the module. Belongs to the event loop."""
+    """The shared parts of one gateway. Belongs to the event loop."""
 
     settings: GatewaySettings
     """Replaced at a reload."""

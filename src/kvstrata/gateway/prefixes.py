@@ -62,7 +62,7 @@ def keys_of(context: Iterable[bytes], text: bytes, secret: bytes = _SECRET) -> l
 
 
 class Prefixes:
-    """See the module. Belongs to the event loop."""
+    """The memory of prompts. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._sent: collections.OrderedDict[bytes, dict[str, Pieces]] = collections.OrderedDict()

@@ -85,7 +85,7 @@ def takes_module(version: tuple[int, int]) -> bool:
 
 
 class Envoy:
-    """See the module. Belongs to the event loop."""
+    """The process of Envoy. Belongs to the event loop."""
 
     def __init__(
         self, settings: GatewaySettings, fleet: Fleet, requests: Requests, host: str, port: int

@@ -40,7 +40,7 @@ MAX_HELD_BYTES = 1 << 30
 
 
 class Front:
-    """See the module. Belongs to the event loop."""
+    """The server on the picker's unix socket. Belongs to the event loop."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts

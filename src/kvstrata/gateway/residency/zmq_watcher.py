@@ -87,7 +87,7 @@ class Feed:
 
     @property
     def phase(self) -> str:
-        """See the module."""
+        """The state in the module's diagram."""
         return "joining" if self.joining else "asking" if self.asking else "in_order"
 
     def published(self, number: int, payload: bytes) -> bool:
@@ -143,7 +143,7 @@ class Feed:
 
 
 class Watcher:
-    """See the module."""
+    """The thread that receives all engines' events."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry

@@ -37,7 +37,7 @@ class Foreign(NamedTuple):
 
 
 class Others:
-    """See the module. Belongs to the event loop."""
+    """The state of the other gateways. Belongs to the event loop."""
 
     def __init__(self, fleet: Fleet, prefixes: Prefixes, now_s: Callable[[], float]) -> None:
         self._fleet, self._prefixes, self._now_s = fleet, prefixes, now_s

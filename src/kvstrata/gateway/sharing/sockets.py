@@ -39,7 +39,7 @@ FIELD = "sharing.curve_file"
 
 
 class Sharing:
-    """See the module. Belongs to the event loop."""
+    """The links to the other gateways. Belongs to the event loop."""
 
     def __init__(self, settings: SharingSettings, keys: ClusterKeys, others: Others) -> None:
         self._loop = asyncio.get_running_loop()

@@ -59,11 +59,11 @@ class Sent(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 class Frame(msgspec.Struct, array_like=True, frozen=True):
-    """See the module."""
+    """One frame to another gateway."""
 
     protocol: int
     gateway: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$")]
-    """A random name of one life of a gateway's process."""
+    """A random name of one run of a gateway's process."""
     events: Annotated[list[Sent], Meta(max_length=MAX_EVENTS)]
     first: Number = 0
     end: Number = 0
@@ -91,7 +91,7 @@ def frame_of(data: bytes) -> Frame:
 
 
 class Teller:
-    """See the module. Belongs to the event loop."""
+    """Collects events and makes frames. Belongs to the event loop."""
 
     def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
         """`wake` is called when there is something to tell after there was nothing."""

@@ -57,7 +57,7 @@ class Known(NamedTuple):
 
 
 class Tokens(Numbers):
-    """See the module. Belongs to the event loop."""
+    """The source of prompts' token ids. Belongs to the event loop."""
 
     counts = counter(
         "Text prompts by the source of their token ids: our own `tokenizer`, an engine's `render`, or none: `late`, "
