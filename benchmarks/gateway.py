@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -144,8 +145,8 @@ def _family(pid: int) -> Iterator[int]:
 
 
 def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """CPU seconds of a process, not in ticks of 10 ms as /proc has them: its clock of clock_getcpuclockid(3)."""
+    return time.clock_gettime((~pid << 3) | 2)
 
 
 def _answers(port: int) -> bool:

@@ -6,9 +6,11 @@ tests/vllm/test_benchmarks.py has the benchmarks that start real vLLM, tests/gpu
 from __future__ import annotations
 
 import importlib
+import os
 
 import pytest
 
+from benchmarks.gateway import _cpu_s
 from benchmarks.run import benchmarks
 from tests.harness import bench
 from tests.vllm.test_benchmarks import WITH_VLLM
@@ -24,6 +26,11 @@ SMOKE = "lookup_rpc"
 def test_every_benchmark_can_be_imported() -> None:
     for module, function in benchmarks().values():
         assert callable(getattr(importlib.import_module(f"benchmarks.{module}"), function))
+
+
+def test_the_cpu_time_of_a_process_grows_with_the_least_work() -> None:
+    before_s = _cpu_s(os.getpid())
+    assert _cpu_s(os.getpid()) > before_s, "a benchmark divides by what a process has used meanwhile"
 
 
 @pytest.mark.parametrize(
