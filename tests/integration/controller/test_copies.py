@@ -38,22 +38,27 @@ def test_a_hot_prefix_is_on_two_instances_and_again_after_one_was_killed_within_
             eventually(
                 "it is stored", lambda tokens=tokens: set(engines[0].stored(tokens)) <= {"stored", "present"}
             )
-        for _ in range(4):
-            assert engines[0].hit(hot) == CHUNKS
 
         def plan() -> dict[str, Any]:
             return dict(cluster.controller.ask("/v1/plan")["copies"])
 
         def holders(number: int) -> list[str]:
             rows = [row for row in plan()["prefixes"] if row["chunks"] == CHUNKS]
+            rate_s = rows[0]["requests_s"] if rows else 0.0
+            if rate_s not in asked_at and not (rows and rows[0]["wanted"] >= number):
+                asked_at.append(rate_s)  # again, since a slow machine cools down before anything is copied
+                for _ in range(4):
+                    assert engine.hit(hot) == CHUNKS
             return rows[0]["instances"] if rows and len(rows[0]["instances"]) == number else []
 
+        engine, asked_at = engines[0], list[float]()
         first = eventually("it is on two instances", lambda: holders(2))
         [copy] = [name for name in first if name != "instance-0"]
         [third] = {"instance-1", "instance-2"} - {copy}
         assert cluster.known(int(third[-1])) == 0, "it is wanted twice, and only the hot one is"
         assert engines[int(copy[-1])].hit(hot) == CHUNKS
         assert cluster.peer_records(int(copy[-1])) == CHUNKS, "it was there before anybody asked"
+        engine = engines[int(copy[-1])]
         cluster.servers[0].kill()
         again = eventually("it is on two again", lambda: "instance-0" not in (now := holders(2)) and now)
         assert again == sorted([copy, third])
