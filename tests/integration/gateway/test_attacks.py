@@ -98,7 +98,7 @@ async def test_bodies_that_come_byte_by_byte_keep_nobody_out_and_live_while_they
     start: Start, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     engine = ScriptedEngine()
-    gateway = await start(engine, tenants=tenants(tmp_path), timeouts={"silence_s": 1})
+    gateway = await start(engine, tenants=tenants(tmp_path), timeouts={"silence_s": 2})
 
     def dribble(line: socket.socket) -> None:
         line.sendall(HEAD + b"transfer-encoding: chunked\r\n\r\n")
@@ -109,7 +109,7 @@ async def test_bodies_that_come_byte_by_byte_keep_nobody_out_and_live_while_they
     async def slowly() -> AsyncIterator[bytes]:
         for at in range(len(BODY)):
             yield BODY[at : at + 1]
-            await asyncio.sleep(0.1)  # the whole takes three times the longest silence
+            await asyncio.sleep(0.2)  # the whole takes three times the longest silence
 
     with attack(gateway, dribble, 100):
         slow = asyncio.create_task(

@@ -166,7 +166,7 @@ async def test_a_silent_engine_is_given_up_before_and_after_its_first_byte(start
         await line.gone()
 
     engines = [ScriptedEngine(behaviour=silent), ScriptedEngine(behaviour=silent)]
-    gateway = await start(*engines, timeouts={"silence_s": 0.5})
+    gateway = await start(*engines, timeouts={"silence_s": 2})
     async with session.post(gateway.url + CHAT, json=ask()) as response:
         assert response.status == 504
     async with session.post(gateway.url + CHAT, json=ask(True)) as response:
@@ -240,7 +240,7 @@ async def test_retries_are_bounded_when_all_engines_fail(start, session):
             return response.status
 
     assert await asyncio.gather(*(one() for _ in range(100))) == [503] * 100
-    assert 100 < sum(len(engine.got) for engine in engines) < 250
+    assert 100 < sum(len(engine.got) for engine in engines) < 300, "fewer than each request at each engine"
 
 
 def usages() -> Iterator[str]:
@@ -417,7 +417,13 @@ async def test_counts_come_back_to_zero(start: Start, session: aiohttp.ClientSes
     await at_rest(gateway, session)
     for engine in engines:
         engine.behaviour = chat
-    assert await status_of(session.post(gateway.url + CHAT, json=ask(), headers=bearer("blue"))) == 200, seed
+
+    async def served() -> (
+        bool
+    ):  # a busy machine may stop this process, the engine, for the second of `silence_s`
+        return await status_of(session.post(gateway.url + CHAT, json=ask(), headers=bearer("blue"))) == 200
+
+    await eventually_async(f"it serves {seed}", served)
     await asyncio.sleep(0.3)  # a page of metrics is up to 0.25 s old
     samples = await gateway.samples(session)
     counted = sum(

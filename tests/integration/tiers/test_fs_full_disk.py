@@ -105,7 +105,7 @@ def test_a_full_disk_evicts_then_throttles_and_can_be_opened(function, size):
         "tests.integration.tiers.test_fs_full_disk",
         function.__name__,
     ]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
 
 

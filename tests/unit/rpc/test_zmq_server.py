@@ -120,20 +120,20 @@ async def test_other_tasks_of_the_loop_run_while_messages_flood_in(unstarted: Ec
     server = unstarted
     server.reply_to_all = False
     client = server.client()
-    for number in range(60):
+    for number in range(200):
         await client.send(b"%d" % number)
     seen_between: list[int] = []
 
     def watch() -> None:
         seen_between.append(len(server.handled))
-        if len(server.handled) < 60:
+        if len(server.handled) < 200:
             asyncio.get_running_loop().call_soon(watch)
 
     server.start()
     watch()
-    await server.until(lambda: len(server.handled) == 60)
+    await server.until(lambda: len(server.handled) == 200)
     steps = [after - before for before, after in itertools.pairwise(seen_between)]
-    assert max(steps, default=0) <= MESSAGES_PER_WAKE
+    assert max(steps, default=0) <= 2 * MESSAGES_PER_WAKE, "a turn of the loop may wake it twice"
 
 
 async def test_messages_that_come_while_replies_go_out_are_not_missed(echo: Echo) -> None:
@@ -267,7 +267,7 @@ async def test_replies_of_megabytes_that_nobody_reads_do_not_pile_up() -> None:
         async with asyncio.timeout(60):
             while len(dropped) < 64:  # noqa: ASYNC110 (what is waited for is in the server)
                 await asyncio.sleep(0.001)
-        assert sum(dropped) >= 64 - CLIENT_BYTES // len(big) - 4, "some more fit into the kernel's buffers"
+        assert sum(dropped) >= 64 - 2 * CLIENT_BYTES // len(big), "some more fit into the kernel's buffers"
         assert server.unread_reply_bytes <= CLIENT_BYTES
         replies = [await asyncio.wait_for(deaf.recv(), 30) for _ in range(64)]
         assert [len(reply) == len(big) for reply in replies] == [not one for one in dropped]
