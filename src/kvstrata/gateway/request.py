@@ -379,9 +379,7 @@ class Requests:
             request.choice = None
         parts.meters.retries[outcome] += max(0, marks.attempts - 1)
         first_s, last_s = marks.first_s, marks.last_s
-        if outcome == OK and not (
-            first_s or marks.failed
-        ):  # a whole answer without content: its prompt was computed
+        if outcome == OK and not (first_s or marks.failed):  # no content, but the prompt was computed
             first_s = last_s = time.time()
         if first_s:
             now_s = parts.now_s()
