@@ -440,7 +440,9 @@ class Link:
                 self._pass(self._timeout_s(time.monotonic()))
         except Exception:
             # Supervisor of this thread: a bug must not leave the engine waiting.
-            log.exception("the cache client stops: its I/O thread failed; the engine goes on without a cache")
+            log.exception(
+                "the cache client stops: its I/O thread failed; the engine continues without a cache"
+            )
             self.error = "the I/O thread failed, see the log"
             self._owner.link_died()
         finally:
@@ -488,7 +490,7 @@ class Link:
         if self._attachment is not None and (has_arrived or self.silence.check_due_s() <= now_s):
             self._converse(self._attachment)
         if self.silence.check(now_s):
-            self._say_lost("the cache server does not answer; going on without it until it does")
+            self._say_lost("the cache server does not answer; continuing without it until it does")
             self._fell_silent("the server does not answer")
         self.table.expire(now_s)
         self._owner.link_pass(now_s)
@@ -604,7 +606,7 @@ class Link:
         """Drop the connection and attach again."""
         if self._attachment is None:
             return
-        self._say_lost("lost the cache server (%s); going on without it until it is back", why)
+        self._say_lost("lost the cache server (%s); continuing without it until it is back", why)
         self._absences.left_out("absent")  # the line above replaces it
         self._poll.unregister(self._attachment.fileno())
         self._events = 0

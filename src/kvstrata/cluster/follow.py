@@ -232,7 +232,7 @@ class Follower:
     async def _ask(self, request: ClusterRequest, answer: type[R], timeout_s: float) -> R:
         reply = await self.link.ask(request, answer, timeout_s)
         if reply.epoch != self._incarnation:
-            raise Unavailable(f"another process answers at {self.link.endpoint} by now")
+            raise Unavailable(f"another process now answers at {self.link.endpoint}")
         return reply
 
     def _check(self, changed: Changed) -> None:

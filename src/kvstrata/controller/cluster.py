@@ -168,8 +168,8 @@ class Cluster(Numbers):
             why = error.message
         link.close()
         raise UnreachableInstance(
-            f"control_endpoint: the controller cannot ask {told.instance} at {told.control_endpoint}: {why}; let the "
-            "controller's host through to this port, and see p2p.listen, p2p.advertise and the keys of both",
+            f"control_endpoint: the controller cannot reach {told.instance} at {told.control_endpoint}: {why}; open "
+            "this port to the controller's host, and check p2p.listen, p2p.advertise and the keys of both",
             field="control_endpoint",
         )
 
@@ -214,7 +214,8 @@ class Cluster(Numbers):
         """List a member's chunks again, by order of an admin. Raises Unavailable."""
         if member.follower is None or member.state is not MemberState.LIVE:
             raise Unavailable(
-                f"instance: {member.id} is {member.state}; only a live instance is listed", field="instance"
+                f"instance: {member.id} is {member.state}; only a live instance can be listed",
+                field="instance",
             )
         member.follower.list_anew("asked")
 

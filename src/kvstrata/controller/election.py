@@ -204,7 +204,7 @@ class Election:
         if mine not in answer.rows:
             await connection.transact([], [etcd.put(mine, me, self._lease)])
         if key not in answer.rows:
-            raise EtcdFailed(f"etcd answers without {key.decode()}, which it has just been told to write")
+            raise EtcdFailed(f"the answer of etcd lacks {key.decode()}, which was just written")
         found, told_id = answer.rows.pop(key), answer.rows.pop(cluster_id_key, None)
         version = answer.rows.pop(version_key, None)
         if found.lease not in {self._lease, *(row.lease for row in answer.rows.values() if row.lease)}:
@@ -324,7 +324,7 @@ class Election:
                         raise NotLeading("this controller no longer leads; ask the leader")
                     self._written_version = found.mod_revision if found else 0
                 else:
-                    raise NotLeading("etcd carries out earlier orders; try again")
+                    raise NotLeading("etcd is busy with earlier orders; try again")
                 self._orders_revision = max(self._orders_revision, answer.revision)
                 if last:
                     self._written_version = answer.revision

@@ -290,7 +290,7 @@ def check_credentials(settings: EtcdSettings) -> None:
     given = [name for name in ("ca_file", "cert_file") if getattr(settings, name)]
     if given and plain:
         raise ConfigError(
-            f"etcd.endpoints: {plain[0]!r}: etcd.{given[0]} is given, but this endpoint is not reached by TLS; write "
+            f"etcd.endpoints: {plain[0]!r}: etcd.{given[0]} is given, but this endpoint does not use TLS; write "
             "https:// before it",
             field="etcd.endpoints",
         )
@@ -331,7 +331,7 @@ def _check_certificates(settings: EtcdSettings) -> None:
             context.load_verify_locations(settings.ca_file)
         except (ssl.SSLError, ValueError) as error:
             raise ConfigError(
-                f"etcd.ca_file: {settings.ca_file}: holds no certificates in PEM: {error}",
+                f"etcd.ca_file: {settings.ca_file}: has no certificates in PEM format: {error}",
                 field="etcd.ca_file",
             ) from None
     if settings.cert_file:

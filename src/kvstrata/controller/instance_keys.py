@@ -51,9 +51,9 @@ class InstanceKeys:
         if self._owner(instance) not in ("", key):
             self._tell(instance, host, "the id belongs to another key")
             raise WrongKey(
-                f"instance: {instance} belongs to another key, that of the instance which registered first; give this "
-                "instance a name of its own (--instance-id), or, if it has replaced the other one, let the id be "
-                f"forgotten: `kvstrata ctl cluster remove {instance}`",
+                f"instance: {instance} belongs to the key of another instance, which registered first; give this "
+                "instance its own name (--instance-id), or, if it replaces the other one, release the id: "
+                f"`kvstrata ctl cluster remove {instance}`",
                 field="instance",
             )
 
@@ -110,8 +110,8 @@ class InstanceKeys:
         ]
         if not old:
             raise Refused(
-                f"instance: {MAX_KEYS} ids are known, all seen within {KEPT_S // 86_400} days; use ids again, or let "
-                "some be forgotten with `kvstrata ctl cluster remove ID`",
+                f"instance: {MAX_KEYS} ids are known, all seen within {KEPT_S // 86_400} days; reuse ids, or "
+                "release some with `kvstrata ctl cluster remove ID`",
                 field="instance",
             )
         self.forget(min(old)[1])

@@ -36,10 +36,10 @@ class Leadership:
         """Raise NotLeading unless this controller may send commands."""
         if self.token is None:
             assert self.election is not None
-            who, leader = "no controller leads now", self.election.leader
+            who, leader = "there is no leader now", self.election.leader
             if leader is not None:
-                who = f"{leader.member.name} leads, at {leader.member.http_url}"
-            raise NotLeading(f"this controller does not lead; {who}", retry_after_s=self._retry_after_s)
+                who = f"ask {leader.member.name} at {leader.member.http_url}"
+            raise NotLeading(f"this controller is not the leader; {who}", retry_after_s=self._retry_after_s)
 
     def changed(self) -> None:
         """Record that another controller leads now, or none."""
@@ -57,8 +57,8 @@ class Leadership:
                 self._journal.say(
                     "obeys_others",
                     member.id,
-                    reason="it has obeyed controllers that share an etcd, and refuses commands of a controller without "
-                    "etcd; restart the instance, or give this controller --etcd",
+                    reason="it has followed controllers that share an etcd, and refuses commands of a controller "
+                    "without etcd; restart the instance, or give this controller --etcd",
                 )
         elif election.token and obeys > (election.cluster_id, election.token):
             election.outbid(obeys[0])

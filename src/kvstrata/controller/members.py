@@ -231,7 +231,7 @@ class Members:
     def _check_room(self) -> None:
         if sum(one.state is not MemberState.DEAD for one in self._by_id.values()) >= self._max_instances:
             raise Refused(
-                f"{self._max_instances} instances are registered already",
+                f"{self._max_instances} instances are registered, the maximum",
                 retry_after_s=self._heartbeat_s,
             )
 
@@ -241,8 +241,8 @@ class Members:
             raise _superseded(known)
         if known.state is MemberState.LIVE and not (told.host and known.told.host == told.host):
             raise InstanceIdTaken(
-                f"instance: {told.instance} lives on {known.told.host or 'another host'} (process "
-                f"{known.told.pid}); give each instance a name of its own (--instance-id)",
+                f"instance: {told.instance} is live on {known.told.host or 'another host'} (process "
+                f"{known.told.pid}); give each instance its own name (--instance-id)",
                 field="instance",
                 retry_after_s=max(0.1, known.heard_s + self._dead_after_s - now_s),
             )
@@ -286,8 +286,8 @@ class Members:
 
 def _superseded(member: Member) -> KvstrataError:
     return Superseded(
-        f"instance: another process has registered as {member.id} since (on {member.told.host or 'its host'}, "
-        f"process {member.told.pid}); give each instance a name of its own (--instance-id)",
+        f"instance: another process has since registered as {member.id} (on {member.told.host or 'its host'}, "
+        f"process {member.told.pid}); give each instance its own name (--instance-id)",
         field="instance",
     )
 

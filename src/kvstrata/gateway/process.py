@@ -140,7 +140,7 @@ class Gateway(Process):
         else:
             await self._start_envoy(listener, port)
         if settings.insecure and not loopback and not settings.tenants:
-            says = "--insecure: everybody who reaches this port may use the engines"
+            says = "--insecure: anyone who can reach this port can use the engines"
             self.log.warning("http_port_open", host=settings.http.host, port=listener.port, note=says)
         warn_if_plain(settings.http.host, listener.port, self.log)
         if self._picker is not None and not settings.picker.tls_cert_file:

@@ -131,7 +131,7 @@ def _open_pool(folder: Path, stack: contextlib.ExitStack) -> _Descriptors:
 def _refuse_owned(place: Path, owners: list[str]) -> None:
     if owners:
         raise SegmentError(
-            f"{place}: in use by {', '.join(owners)}; end that first, nothing was freed", field="POOL"
+            f"{place}: in use by {', '.join(owners)}; stop that first; nothing was freed", field="POOL"
         )
 
 

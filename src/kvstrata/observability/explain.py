@@ -54,12 +54,12 @@ _TAG_BYTES = 8
 """Number of a key's first bytes that identify its note."""
 _LEFT_BY: dict[int, str] = {
     PoolChange.CLEARED: "clear",
-    PoolChange.REMOVED: "an evict of the controller",
+    PoolChange.REMOVED: "an evict command of the controller",
 }
 """The words of explain for the reason why a chunk left L1, if that is not the eviction policy."""
 _ADVICE = {
     "entries_full": "every entry of L1's index is in use; raise l1.entries",
-    "quota": "quotas protect all that could leave L1 for it; raise its tenant's in quotas_gb, or lower others",
+    "quota": "quotas protect all that could be evicted for it; raise its tenant's in quotas_gb, or lower others",
     "too_large": "the record is larger than L1; raise l1.size_gb",
     "pool_pinned": "all of L1 is in use, or l1.eviction_policy is noop; raise l1.size_gb",
 }
@@ -328,13 +328,13 @@ class Explainer:
         if first and unknown and (difference := self._difference(probe, root, layout, request)):
             return MissReason.IDENTITY_DIFFERS, difference
         if note is None and has_forgotten:
-            return MissReason.FORGOTTEN, "the memory of absent keys has overflowed"
+            return MissReason.FORGOTTEN, "the list of absent keys has overflowed"
         if note is None:
             return MissReason.UNKNOWN_KEY, "this server has not seen this chunk's key before"
         if note.reason is MissReason.EVICTED:
             return MissReason.EVICTED, f"by {note.detail or self._policy} at {note.unix_ms} (unix ms)"
         if note.reason is MissReason.NEVER_STORED:
-            return MissReason.NEVER_STORED, "asked for before, never stored since"
+            return MissReason.NEVER_STORED, "looked up before, never stored since"
         return note.reason, note.detail
 
     def looked_up(self, engine: EngineUse, tenant: int, found: Explained, saved_s: float = 0.0) -> None:

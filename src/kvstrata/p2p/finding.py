@@ -170,7 +170,7 @@ class Controllers:
                 return reply
             except Unavailable as error:
                 well = False
-                self._shared.warn_once(f"a controller does not say who has chunks: {error}")
+                self._shared.warn_once(f"a controller does not answer which instances have chunks: {error}")
             except ClusterFailure as refused:
                 self._shared.warn_once(f"the controller refuses lookups: {refused}")
             finally:

@@ -281,7 +281,7 @@ class PeerTier(StorageAdapter, ReadsPeers):
             left = await self._read(parts, owner, items, ends_s)
             counts["named_reads" if len(left) < len(items) else "named_refused"] += 1
             if len(left) == len(items):
-                text = f"{owner.instance} sends none of the chunks it was named for; asking others"
+                text = f"{owner.instance} sends none of the chunks that the directory lists for it; asking others"
                 parts.shared.warn_once(text)
             items = left
         groups: dict[int, tuple[list[Owner], list[Item]]] = {}

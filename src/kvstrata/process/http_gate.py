@@ -151,7 +151,7 @@ def gate(app: ASGIApp, access: Access, bounds: Bounds) -> ASGIApp:
             if counts and bounds.requests >= MAX_REQUESTS:
                 bounds.refused += 1
                 log.repeated(logging.WARNING, "refused", "request_refused", under_way=bounds.requests)
-                says = f"{MAX_REQUESTS} requests are under way; ask again"
+                says = f"{MAX_REQUESTS} requests are in flight; try again"
                 raise Denied(503, Unavailable.code, says, "", (b"retry-after", b"1"), CLOSE)
         except Denied as denied:
             await _refuse(send, headers, denied)
@@ -179,7 +179,7 @@ def _check_sender(access: Access, headers: Headers, path: str) -> None:
     """Rules 1 to 3. Raises Denied."""
     host = headers.get(b"host", b"").decode("latin-1")
     if path not in PROBES and not access.knows_host(host):
-        says = f"Host: {host!a:.80} is no name of this port; ask by its address, or add the name to http.allowed_hosts"
+        says = f"Host: {host!a:.80} is not a name of this port; use its address, or add the name to http.allowed_hosts"
         raise Denied(403, NotPermitted.code, says)
     if not access.knows_origin(headers, path):
         shown = headers.get(b"origin", headers.get(b"sec-fetch-site", b"")).decode("latin-1")
@@ -190,12 +190,12 @@ def _check_sender(access: Access, headers: Headers, path: str) -> None:
         raise Denied(403, NotPermitted.code, says)
     if not access.is_public(path) and not access.proven(headers):
         says = (
-            "missing or wrong bearer token; `kvstrata ctl` finds it if the user of this port's process runs it, "
-            "otherwise give --token-file"
+            "missing or wrong bearer token; run `kvstrata ctl` as the user of this port's process, or give it "
+            "--token-file"
         )
         raise Denied(401, NotPermitted.code, says, "", (b"www-authenticate", b"Bearer"))
     if path in PROBES and (b"transfer-encoding" in headers or _length(headers)):
-        raise Denied(400, BadRequest.code, "body: a probe has none", "body")
+        raise Denied(400, BadRequest.code, "body: a probe must have none", "body")
 
 
 async def _whole_body(receive: Receive, headers: Headers, bounds: Bounds, *, proven: bool) -> bytes:
@@ -209,7 +209,7 @@ async def _whole_body(receive: Receive, headers: Headers, bounds: Bounds, *, pro
                     413, BadRequest.code, f"body: more than {limit} bytes{without}; send less", "body"
                 )
             if bounds.arriving_bytes > MAX_ARRIVING_BYTES:
-                says = "body: too many large bodies arrive at this port; send it again"
+                says = "body: too many large bodies are arriving at this port; try again"
                 raise Denied(503, Unavailable.code, says, "body")
             message = await receive()
             if message["type"] != "http.request":

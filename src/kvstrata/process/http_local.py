@@ -45,8 +45,8 @@ def publish(token: str, port: int, environ: Mapping[str, str] = os.environ) -> P
         write_private_file(path, f"{token}\n".encode(), overwrite=True)
     except OSError as error:
         raise ConfigError(
-            f"{TOKEN_FIELD}: cannot write {path.name} into {str(folder)!r}: {error.strerror}; make room there, or "
-            "name a file with a token",
+            f"{TOKEN_FIELD}: cannot write {path.name} into {str(folder)!r}: {error.strerror}; free space there, or "
+            "set a file with a token",
             field=TOKEN_FIELD,
         ) from None
     return path

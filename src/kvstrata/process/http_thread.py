@@ -132,7 +132,7 @@ class Port:
         await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             serving.result()
-            raise RuntimeError("the HTTP port has ended by itself")
+            raise RuntimeError("the HTTP port ended unexpectedly")
         for server in self._server.servers:
             server.close()
         state = self._server.server_state

@@ -277,7 +277,7 @@ class Process(ABC):
             under_way = self.under_way()
             self.log.info("stop_waits", **under_way, budget_s=budget_s)
             waits = ", ".join(f"{count} {things}" for things, count in under_way.items())
-            self._systemd.status(f"stopping, waits for {waits}")
+            self._systemd.status(f"stopping, waiting for {waits}")
             await asyncio.wait({stopping}, timeout=begun_s + budget_s - self.loop.time())
         if not stopping.done():
             self.log.warning("stop_cut_short", budget_s=budget_s, **self.given_up())
@@ -389,7 +389,7 @@ def _raise_file_limit() -> None:
     if hard != resource.RLIM_INFINITY and hard < FEWEST_FILES:
         raise ConfigError(
             f"open files: this process may have {hard} open at a time, and needs {FEWEST_FILES} without clients; raise "
-            "the hard limit: ulimit -Hn 65536, or LimitNOFILE=65536 in a unit of systemd",
+            "the hard limit: ulimit -Hn 65536, or LimitNOFILE=65536 in the systemd unit",
             field="open files",
         )
     wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)

@@ -222,7 +222,7 @@ class KeyFile:
         try:
             keys = self._read(self._path)
             if keys.secret != self._keys.secret:
-                raise ConfigError("its secret is another one, which takes a restart")
+                raise ConfigError("its secret has changed; restart to use it")
         except ConfigError as error:
             self._log.repeated(
                 logging.WARNING, self._path, "key_file_ignored", path=self._path, why=error.message
@@ -265,7 +265,7 @@ class SharedKey:
         except OSError as error:
             raise ConfigError(
                 f"{field}: no file is given, and the key that this user's processes share cannot be kept in "
-                f"{self.path}: {error.strerror}; make room there, or give key files (kvstrata cluster init)",
+                f"{self.path}: {error.strerror}; free space there, or give key files (kvstrata cluster init)",
                 field=field,
             ) from None
         try:
@@ -362,7 +362,7 @@ class KeyFolder:
         for name in names:
             if name not in public:
                 raise ConfigError(
-                    f"NAME: {name} is no member; members are {', '.join(sorted(public)) or 'none'}",
+                    f"NAME: {name} is not a member; members: {', '.join(sorted(public)) or 'none'}",
                     field="NAME",
                 )
         left = {name: key for name, key in public.items() if name not in names}
@@ -439,11 +439,11 @@ def _kinds(names: Iterable[str], gateways: Iterable[str]) -> dict[str, KeyKind]:
     """Kinds by checked names. Raises ConfigError."""
     instances, others = _checked(names), _checked(gateways)
     if not instances and not others:
-        raise ConfigError("NAME: none is given; name the hosts of instances, or a --gateway", field="NAME")
+        raise ConfigError("NAME: must name at least one instance's host or --gateway", field="NAME")
     for name in others:
         if name in instances:
             raise ConfigError(
-                f"NAME: {name} is both an instance and a gateway; give each a name of its own", field="NAME"
+                f"NAME: {name} is both an instance and a gateway; give each its own name", field="NAME"
             )
     return {
         **dict.fromkeys(instances, KeyKind.INSTANCE),

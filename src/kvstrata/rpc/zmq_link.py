@@ -206,7 +206,7 @@ class AskLink:
         side may have carried out the request.  Cancelling forgets the request.
         """
         if len(self._open) >= MAX_OPEN:
-            raise Unavailable(f"{MAX_OPEN} questions to {self.endpoint} are open; ask again later")
+            raise Unavailable(f"{MAX_OPEN} questions to {self.endpoint} are open; try again later")
         seq, self._next_seq = self._next_seq, self._next_seq + 1
         frame = encode(msgspec.structs.replace(request, seq=seq))
         outcome: asyncio.Future[ClusterReply] = self._loop.create_future()

@@ -670,7 +670,7 @@ class ZmqServer(Numbers):
             reply = frame_error(address, len(frames))
             self._send(server, address.routing_id, *delimiter, reply)
         if self._inbox.handled(message, refused=refused):
-            self._say_cut("its messages were none of the protocol")
+            self._say_cut("its messages were invalid")
 
     def _say_cut(self, why: str) -> None:
         name = "" if self._socket is None else self._socket.getsockopt_string(zmq.LAST_ENDPOINT)

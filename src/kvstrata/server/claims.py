@@ -51,7 +51,7 @@ MAX_CLAIMED_KEYS = 4 * MAX_KEYS
 """Maximum number of keys of all claims together, 8 MiB."""
 MAX_FILE_BYTES = 16 << 20
 VERSION = 1
-_PREWARM = "prewarm the prompt (`kvstrata prewarm`) before"
+_PREWARM = "prewarm the prompt first (`kvstrata prewarm`)"
 State = Literal["kept", "broken", "released", "expired"]
 T = TypeVar("T")
 ABSENT, LIMIT = "absent", "limit"

@@ -43,8 +43,8 @@ SECOND_S = 1.0
 """Interval between attempts to get memory that L1's file system refused, and between lessons of the policy."""
 FILES_S = 5.0
 _ADVICE = (
-    "keep the socket directory where nobody cleans up: --socket-dir below a RuntimeDirectory of systemd, or "
-    "`loginctl enable-linger`; and see configs/systemd/kvstrata.tmpfiles.conf"
+    "keep the socket directory where no cleanup job removes it: set --socket-dir below a RuntimeDirectory of systemd, "
+    "or use `loginctl enable-linger`; see configs/systemd/kvstrata.tmpfiles.conf"
 )
 CHANGES_PER_TURN = 512
 ADOPTED_KEYS = 2

@@ -183,8 +183,8 @@ def _p2p_engine(settings: ServerSettings, environment: Mapping[str, str]) -> P2p
         _check_seal(settings)
     if p2p.engine == "nixl" and not has_a_way(environment, tcp=p2p.tcp):
         raise MachineUnfit(
-            "p2p.engine: nixl without an RDMA card needs tcp, and whoever reaches a tcp port of UCX can read and write "
-            "this process's memory; set p2p.tcp to true (--p2p-tcp) if only the instances reach the port, or "
+            "p2p.engine: nixl without an RDMA card needs TCP, and anyone who can reach a TCP port of UCX can read and "
+            "write this process's memory; set p2p.tcp to true (--p2p-tcp) if only the instances reach the port, or "
             "p2p.engine to tcp (--p2p-engine tcp)",
             field="p2p.engine",
         )
@@ -193,7 +193,7 @@ def _p2p_engine(settings: ServerSettings, environment: Mapping[str, str]) -> P2p
     if not has_rdma_card():
         return P2pEngine("tcp", "tcp, since this host has no RDMA card")
     if p2p.seal:
-        return P2pEngine("tcp", "tcp, since only it has p2p.seal, though this host has an RDMA card")
+        return P2pEngine("tcp", "tcp, since only tcp supports p2p.seal, though this host has an RDMA card")
     if importlib.util.find_spec("nixl") is None:
         return P2pEngine("tcp", "tcp, since NIXL is not installed, though this host has an RDMA card")
     return P2pEngine("nixl", "nixl, since this host has an RDMA card")
@@ -203,14 +203,14 @@ def _check_seal(settings: ServerSettings) -> None:
     """Raises ConfigError if p2p.seal would protect nothing, MachineUnfit if the package that it needs is missing."""
     if settings.p2p.engine == "nixl":
         raise ConfigError(
-            "p2p.seal: true, but with p2p.engine nixl readers fetch the bytes by themselves, so that nobody seals them;"
-            " set p2p.engine to tcp (--p2p-engine tcp)",
+            "p2p.seal: true has no effect with p2p.engine nixl, where readers fetch the bytes themselves; set "
+            "p2p.engine to tcp (--p2p-engine tcp)",
             field="p2p.seal",
         )
     if settings.security.insecure and not settings.controller.curve_file:
         raise ConfigError(
             "p2p.seal: true, but with security.insecure and without controller.curve_file the cluster has no keys, so "
-            "anybody may open a sealed connection; make key files with kvstrata cluster init and set "
+            "anyone can open a sealed connection; make key files with kvstrata cluster init and set "
             "controller.curve_file (--cluster-curve-file), or start without --insecure",
             field="p2p.seal",
         )
@@ -240,7 +240,7 @@ def embedded_adapter(port: int, environment: Mapping[str, str]) -> dict[str, Any
     cache = user_folder(environment, "XDG_CACHE_HOME", ".cache")
     if not cache:
         raise ConfigError(
-            "l2_adapters: neither XDG_CACHE_HOME nor HOME says where the embedded L2 may lie; set one of "
+            "l2_adapters: the embedded L2 needs a folder, but neither XDG_CACHE_HOME nor HOME is set; set one of "
             "them, give --l2-adapter with a base_path, or --l2-adapter none",
             field="l2_adapters",
         )

@@ -77,22 +77,22 @@ _EVENTS = {
     FolderState.READ_ONLY: {
         "what": "its directory cannot be written to",
         "meaning": "its records are served, and it gets no new ones",
-        "advice": "make it writable, or mount its file system read-write; the tier is then used again by itself",
+        "advice": "make it writable, or mount its file system read-write; the tier then resumes by itself",
     },
     FolderState.GONE: {
         "what": "its directory was deleted, or the file system was unmounted",
         "meaning": _NOT_USED,
-        "advice": f"mount the file system again, and the tier is used again by itself; if it was deleted, {_RENEW}",
+        "advice": f"mount the file system again, and the tier resumes by itself; if it was deleted, {_RENEW}",
     },
     FolderState.REPLACED: {
-        "what": "another directory lies at its path, which is not the one that it opened",
+        "what": "its path now leads to another directory",
         "meaning": _NOT_USED,
-        "advice": f"mount the old one again, and the tier is used again by itself; to use the new one, {_RENEW}",
+        "advice": f"mount the old directory again, and the tier resumes by itself; to use the new one, {_RENEW}",
     },
     FolderState.UNREACHABLE: {
         "what": "its file system does not answer, or answers with an error",
         "meaning": _NOT_USED,
-        "advice": "look at the file system and its disk or server; the tier is used again by itself when it answers",
+        "advice": "check the file system and its disk or server; the tier resumes by itself when it answers",
     },
 }
 

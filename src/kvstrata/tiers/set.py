@@ -116,7 +116,7 @@ class TierSet(Numbers, prefix="l2"):
             return None
         if not tier.is_open:
             raise BadRequest(
-                f"name: {name} cannot be reached, so it is not in use; it is tried again by itself",
+                f"name: {name} cannot be reached, so it is not in use; it is retried automatically",
                 field="name",
             )
         if tier.paused != paused:

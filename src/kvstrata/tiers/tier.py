@@ -259,7 +259,7 @@ class Tier(TierNumbers):
                 self.reason = error.message if isinstance(error, KvstrataError) else repr(error)
             self._log.repeated(
                 logging.WARNING, f"unreachable {self.name}", "tier_unreachable", adapter=self.name, reason=self.reason,
-                meaning="lookups count its chunks as absent, and it gets no new ones; it is tried again by itself",
+                meaning="lookups count its chunks as absent, and it gets no new ones; it is retried automatically",
             )  # fmt: skip
             if opening.done():
                 await asyncio.sleep(pause_s)
@@ -674,7 +674,7 @@ class Tier(TierNumbers):
         if was_well and not is_well:
             self._log.repeated(
                 logging.WARNING, f"down {self.name} {operation}", "tier_down", adapter=self.name, operation=operation,
-                reason=reason, meaning=f"{MEANINGS[operation]}; it is asked again by itself",
+                reason=reason, meaning=f"{MEANINGS[operation]}; it is retried automatically",
             )  # fmt: skip
         elif is_well and not was_well:
             self._log.repeated(

@@ -135,7 +135,7 @@ async def test_others_are_asked_when_the_named_owner_sends_nothing_and_that_is_c
     assert await one.ask(KEYS) == [THERE] * 8
     assert await one.load(*KEYS) == [LOADED] * 8
     assert (one.counted("named_reads"), one.counted("named_refused")) == (0, 1)
-    assert "second sends none of the chunks it was named for; asking others" in caplog.text
+    assert "second sends none of the chunks that the directory lists for it; asking others" in caplog.text
 
 
 async def test_without_a_controller_lookups_miss_and_hit_again_when_it_is_back(net) -> None:

@@ -75,7 +75,7 @@ def test_an_admin_may_have_an_instance_listed_again(controller, instance):
 def test_an_instance_whose_control_port_cannot_be_reached_is_told_so(controller, instance):
     a, b = instance("a"), instance("b")
     for endpoint in ("tcp://127.0.0.1:9", b.endpoint):  # nobody listens; another instance does
-        with pytest.raises(Refused, match="cannot ask a at") as refused:
+        with pytest.raises(Refused, match="cannot reach a at") as refused:
             a.register(control_endpoint=endpoint)
         assert (refused.value.code, refused.value.field) == ("unreachable_instance", "control_endpoint")
     assert controller.ask("/v1/instances")["instances"] == []

@@ -149,7 +149,7 @@ def test_credentials_that_cannot_be_used_are_refused_by_name(tmp_path) -> None:
 
     for change, says in (
         ({"ca_file": "FOLDER"}, r"etcd.ca_file: .*: cannot be read: .*directory"),
-        ({"ca_file": "FOLDER/text"}, r"etcd.ca_file: .*/text: holds no certificates in PEM"),
+        ({"ca_file": "FOLDER/text"}, r"etcd.ca_file: .*/text: has no certificates in PEM format"),
         (
             {"cert_file": "FOLDER/server.crt", "key_file": "FOLDER/open.key"},
             r"open.key can be read by others",

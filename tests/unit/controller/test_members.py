@@ -55,7 +55,7 @@ def test_each_request_in_each_state(state):
 def test_a_superseded_incarnation_comes_back_once_its_successor_is_dead_and_the_successor_then_does_not():
     known = in_state("live")
     known.register(register(NEXT), 0.0)
-    with pytest.raises(KvstrataError, match="another process has registered"):
+    with pytest.raises(KvstrataError, match="another process has since registered"):
         known.register(register(CURRENT), 0.0)
     for now_s in range(0, 33, 3):
         known.tick(float(now_s))
@@ -120,7 +120,7 @@ def test_a_dead_member_that_comes_back_is_refused_if_others_have_taken_its_place
         known.tick(now_s)
     assert known.get("a").state is MemberState.DEAD
     known.register(register(name="b"), 33.0)
-    with pytest.raises(KvstrataError, match="1 instances are registered already"):
+    with pytest.raises(KvstrataError, match="1 instances are registered, the maximum"):
         known.register(register(incarnation), 34.0)
     assert known.get("a").state is MemberState.DEAD
 

@@ -82,7 +82,7 @@ def test_the_last_event_of_a_key_is_its_reason_with_the_detail(scene: Scene) -> 
     told.refused(key(1), "quota")
     assert scene.why() == (
         MissReason.REFUSED,
-        "quota: quotas protect all that could leave L1 for it; raise its tenant's in quotas_gb, or lower others",
+        "quota: quotas protect all that could be evicted for it; raise its tenant's in quotas_gb, or lower others",
     )
     told.corrupt(key(1), 5)
     assert scene.why()[0] == scene.why()[0] == MissReason.CORRUPT, "to ask again does not replace it"

@@ -194,7 +194,7 @@ def test_a_removed_member_is_in_no_file_any_more(folder, capsys):
     assert run("remove", folder, "b") == 0
     check(folder, "a")
     assert run("remove", folder, "b") == 2
-    assert "b is no member; members are a" in capsys.readouterr().err
+    assert "b is not a member; members: a" in capsys.readouterr().err
     assert run("remove", folder, "a") == 2
 
 

@@ -102,7 +102,7 @@ def test_claimed_chunks_survive_a_clear_and_are_counted(server, identity):
     ("leaves", "by"),
     [
         (lambda pool, keys: pool.clear(), "clear"),
-        (lambda pool, keys: pool.remove(keys), "an evict of the controller"),
+        (lambda pool, keys: pool.remove(keys), "an evict command of the controller"),
     ],
 )
 def test_explain_names_why_a_chunk_left(server, identity, leaves, by):

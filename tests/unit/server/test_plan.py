@@ -76,7 +76,7 @@ def of_cluster(
 def test_nobody_is_misled_by_a_seal_that_protects_nothing(tmp_path: Path) -> None:
     for settings, why in (
         (of_cluster(insecure=True), "the cluster has no keys"),
-        (of_cluster(engine="nixl"), "nobody seals them"),
+        (of_cluster(engine="nixl"), "has no effect with p2p.engine nixl"),
     ):
         with pytest.raises(ConfigError, match=why) as caught:
             plan(settings, {})

@@ -52,7 +52,7 @@ def sources_in(body: bytes, host: str) -> list[Source]:
     try:
         ranks = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"/kv_event_sources answers with something else: {error}") from None
+        raise ValueError(f"unexpected answer of /kv_event_sources: {error}") from None
     there = {
         rank: one for rank, one in ranks.items() if one.enable_kv_cache_events and one.publisher != "null"
     }
@@ -88,5 +88,5 @@ def _at(endpoint: str, host: str) -> str:
     scheme, _, rest = endpoint.partition("://")
     port = rest.rpartition(":")[2]
     if scheme != "tcp" or not port.isascii() or not port.isdigit() or not 0 < int(port[:6]) <= MAX_PORT:
-        raise ValueError(f"its events are at {endpoint!a:.100}, which is no tcp://HOST:PORT")
+        raise ValueError(f"its events are at {endpoint!a:.100}, which is not tcp://HOST:PORT")
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -143,7 +143,9 @@ class Tokens(Numbers):
         self._log.repeated(logging.WARNING, f"{base}/{engine}", "prompt_tokens_differ", **said)
         if base not in self.degraded and wrong >= max(MISTAKES, MISTAKEN_SHARE * self._compared[base]):
             self.degraded.add(base)
-            note = "token ids of this model's prompts are taken for unknown until the settings are read again"
+            note = (
+                "token ids of this model's prompts are treated as unknown until the settings are read again"
+            )
             self._log.error(
                 "tokens_degraded", model=base, mistakes=wrong, compared=self._compared[base], note=note
             )

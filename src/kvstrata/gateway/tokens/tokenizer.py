@@ -223,7 +223,7 @@ class OwnTokenizer:
     def _read(self, path: Path) -> str:
         try:
             if path.stat().st_size > MAX_FILE_BYTES:
-                raise self._fail(f"{path.name} is larger than {MAX_FILE_BYTES} bytes; is it the right file?")
+                raise self._fail(f"{path.name} is larger than {MAX_FILE_BYTES} bytes; check the path")
             return path.read_text("utf-8")
         except FileNotFoundError:
             raise self._fail(f"has no {path.name}; give the folder of the model that has it") from None
@@ -239,7 +239,7 @@ class OwnTokenizer:
         try:
             made = Tokenizer.from_str(text)
         except Exception as error:  # the boundary of the package, which raises no class of its own
-            raise self._fail(f"tokenizer.json is none that `tokenizers` reads: {error!s:.200}") from None
+            raise self._fail(f"`tokenizers` cannot read tokenizer.json: {error!s:.200}") from None
         made.no_truncation()
         made.no_padding()
         return made
@@ -271,7 +271,7 @@ class OwnTokenizer:
         try:
             return ChatTemplate(text, special)
         except ValueError as error:
-            raise self._fail(f"its chat template is no template: {error}") from None
+            raise self._fail(f"its chat template is invalid: {error}") from None
 
     def _special_head(self) -> array[int] | None:
         """What is put before the ids of a text with special tokens; None if that is not all that is done to it."""

@@ -116,7 +116,7 @@ def _kept_in(path: Path) -> bytes:
         public_of(secret.encode())
     except ValueError:
         raise ConfigError(
-            f"{_FIELD}: {path} is damaged: it holds no CURVE key; delete it, and let controllers forget the instance "
+            f"{_FIELD}: {path} is damaged: it contains no CURVE key; delete it, and release the instance's id "
             "(kvstrata ctl cluster remove)",
             field=_FIELD,
         ) from None

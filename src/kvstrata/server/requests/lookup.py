@@ -104,9 +104,9 @@ _WAITED: dict[Waited, tuple[MissReason | Literal[""], str]] = {
     "soon": ("", ""),
     "late": (
         MissReason.PROMISED,
-        "another engine was still at work on it when computing it would have been done",
+        "another engine was still computing it when computing it here would have been done",
     ),
-    "broken": (MissReason.PROMISE_BROKEN, "another engine was at work on it, and ended without storing it"),
+    "broken": (MissReason.PROMISE_BROKEN, "another engine was computing it, and ended without storing it"),
 }
 _SAID = {MissReason.RECOMPUTE, MissReason.PROMISED, MissReason.PROMISE_BROKEN}
 """Reasons that need no added explanation of why a lookup stopped."""
@@ -705,7 +705,7 @@ class Lookups:
                 continue
             keys = split(storage_keys(identity.root, miss.absent, slices))
             absent = [key for key in keys if not self._pool.peek(key)]
-            reason, detail = MissReason.NOT_IN_L1, "it was absent when the engine looked, and is there now"
+            reason, detail = MissReason.NOT_IN_L1, "it was absent at the lookup, and is present now"
             key = next((key for key in absent if self._has_event(key)), absent[0] if absent else keys[0])
             if absent:
                 reason, detail = self._why_absent(key, identity, miss.probe, first=bool(miss.probe))
@@ -733,7 +733,7 @@ class Lookups:
             raise NotFound(f"request_id: {request_id!r:.80} is not a recent request")
         hinted = self._learn(_note_hint, found.root, found.ends, found.slice, next_)
         if hinted is None:
-            raise Refused(f"{MAX_NOTING} prompts wait to be noted; try again")
+            raise Refused(f"{MAX_NOTING} hints and prompts wait for the pool; try again")
         return hinted
 
     def _learn(self, note: Callable[..., int], *keys: Any) -> asyncio.Future[int] | None:

@@ -81,16 +81,16 @@ def advice(error: Exception) -> str:
 
 _ADVICE = {
     "no_bucket": "names a bucket that does not exist; create it",
-    "denied": "may not be used with these credentials; they must allow getting, putting, deleting and listing",
-    "clock": "refuses the time of this machine; set its clock (timedatectl, chrony)",
+    "denied": "denies these credentials; they must allow getting, putting, deleting and listing",
+    "clock": "rejects this machine's time; set its clock (timedatectl, chrony)",
     "token": "refuses the session token, which is wrong or has expired; give a new one and restart the server",
     "no_credentials": "needs credentials, and none were given: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. "
     "Profiles (AWS_PROFILE, ~/.aws) are not read: `aws configure export-credentials --format env` prints their keys",
     "certificate": "has a certificate that this machine does not trust; name the file of its CA in SSL_CERT_FILE in "
     "the server's environment",
-    "conditional_put": 'cannot put only what is not there; set "conditional_put": "disabled" in this entry',
-    "unreachable": "cannot be reached; is the address right and the server up?",
-    "timeout": "does not answer in time; is the address right?",
+    "conditional_put": 'does not support conditional puts; set "conditional_put": "disabled" in this entry',
+    "unreachable": "cannot be reached; check the address and the server",
+    "timeout": "does not answer in time; check the address",
     FULL: "is full",
-    SLOW_DOWN: "asks for fewer requests",
+    SLOW_DOWN: "throttles requests",
 }

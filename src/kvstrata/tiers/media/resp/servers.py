@@ -175,7 +175,7 @@ class Servers:
         except LinkLost as lost:
             if not known:
                 raise
-            log.warning("%s: cannot find out which server has which keys now: %s", self._name, lost)
+            log.warning("%s: cannot read which server has which keys: %s", self._name, lost)
         finally:
             self._ask_at_s = time.monotonic() + ASK_PAUSE_S
             self._asking.release()
