@@ -18,6 +18,7 @@ from kvstrata.cli.bench import whole
 from kvstrata.cli.boundary import Exit, guarded
 from kvstrata.errors import ConfigError
 from kvstrata.observability.load_line import TOKENS_DEPTH
+from kvstrata.types import GB
 
 if TYPE_CHECKING:
     import argparse
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None) -> int:
         logs.append(log or b"".join(turn.logged() for turn in turns))
     rows: list[dict[str, Any]] = []
     for size_gb in given.l1_size_gb:
-        capacity = int(size_gb * 1e9 / (given.chunk_mb * (1 << 20)))
+        capacity = int(size_gb * GB / (given.chunk_mb * (1 << 20)))
         row: dict[str, Any] = {"l1_size_gb": size_gb, "chunks": capacity}
         for policy in ("VALUE", "LRU"):
             shadow = Shadow(
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None) -> int:
                 policy=policy,
                 depth_cost=TOKENS_DEPTH * chunk_tokens,
                 refuses=not given.l2,
-                engine_chunks=int(given.engine_gb * 1e9 / (given.chunk_mb * (1 << 20))),
+                engine_chunks=int(given.engine_gb * GB / (given.chunk_mb * (1 << 20))),
                 late=given.store == "late",
             )
             for path, log in zip(given.files, logs, strict=True):
@@ -88,8 +89,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("files", nargs="+", type=Path, metavar="FILE",
         help="files of observability.record, oldest first, or traces in Mooncake's format")  # fmt: skip
     top.add_argument(
-        "--l1-size-gb", nargs="+", type=positive, default=[16.0, 32.0, 64.0, 128.0, 256.0], metavar="GB"
-    )
+        "--l1-size-gb", nargs="+", type=positive, default=[16.0, 32.0, 64.0, 128.0, 256.0], metavar="GB",
+        help="sizes of L1 (%(default)s)")  # fmt: skip
     top.add_argument("--chunk-mb", type=positive, required=True,
         help="size of a chunk in L1 in MiB: pool.used_bytes ÷ pool.entries.ready of the server's status")  # fmt: skip
     top.add_argument("--chunk-tokens", type=whole(1, 1 << 20), default=512,

@@ -138,7 +138,9 @@ class Events(msgspec.Struct):
 class Chunks(common.Chunks, kw_only=True):
     """Chunks, of one of the kinds of KV in the cluster."""
 
-    kind: Annotated[int | None, Meta(description="Number in `models`, where several match.")] = None
+    kind: Annotated[
+        int | None, Meta(description="Number of the kind of KV in `models`, if several match.")
+    ] = None
 
 
 class Lookup(Chunks, kw_only=True):
@@ -158,10 +160,12 @@ class WaitingChunks(Chunks, kw_only=True):
 class Claim(Claiming, kw_only=True):
     """Chunks to keep in the L1 of one instance."""
 
-    kind: Annotated[int | None, Meta(description="Number in `models`, where several match.")] = None
+    kind: Annotated[
+        int | None, Meta(description="Number of the kind of KV in `models`, if several match.")
+    ] = None
     instance: Annotated[
         InstanceName | None,
-        Meta(description="Instance that keeps them; default: the one with the longest prefix."),
+        Meta(description="Instance that keeps the chunks; default: the one with the longest prefix."),
     ] = None
     wait_s: WaitS = 5.0
 

@@ -117,14 +117,16 @@ def test_late_stores_add_to_the_engines_own_cache(tmp_path, capsys):
             "--chunk-mb",
             "1",
             "--l1-size-gb",
-            "0.011",
+            "0.01",
             "--engine-gb",
-            "0.011",
+            "0.01",
             "--l2",
             "--json",
         ]
         assert replay.main([*words, "--store", store]) == 0
-        hits[store] = json.loads(capsys.readouterr().out)["sizes"][0]["hits_LRU"]
+        size = json.loads(capsys.readouterr().out)["sizes"][0]
+        assert size["chunks"] == 10  # GB are 2^30 bytes
+        hits[store] = size["hits_LRU"]
     assert hits == {"commit": 0.0, "late": 0.9}
     assert replay.main([str(trace), "--chunk-mb", "1", "--store", "late"]) != 0
     assert "--store late: needs --engine-gb" in capsys.readouterr().err
