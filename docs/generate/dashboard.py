@@ -64,29 +64,29 @@ ROWS = (
         Panel("Engines attached", {"sessions_groups": ""}, kind="stat"),
     )),
     Row("", 12, (
-        Panel("Chunks by where they were found", {
-            "l1_hit_chunks": "L1", "l2_hit_chunks": "L2", "lookup_chunks": "asked for",
+        Panel("Chunks by source", {
+            "l1_hit_chunks": "L1", "l2_hit_chunks": "L2", "lookup_chunks": "looked up",
         }),
         Panel("First misses", {"first_misses": ""}, ("reason",)),
     )),
     Row("Requests", 8, (
         Panel("Requests", {"requests": ""}, ("op",), unit="reqps"),
-        Panel("Time of a request", {"request_seconds": ""}, ("op",)),
+        Panel("Request duration", {"request_seconds": ""}, ("op",)),
         Panel("Error replies", {"errors": ""}, ("code",)),
-        Panel("Time of a lookup", {"lookup_seconds": ""}, quantiles=(0.5, 0.95, 0.99)),
-        Panel("Time of a store", {"store_seconds": ""}, quantiles=(0.5, 0.95, 0.99)),
-        Panel("Lookups' wait for L2", {"l2_prefetch_seconds": ""}, quantiles=(0.5, 0.95, 0.99)),
-        Panel("Phases of lookups' loads", {"l2_prefetch_phase_seconds": ""}, ("phase",)),
+        Panel("Lookup duration", {"lookup_seconds": ""}, quantiles=(0.5, 0.95, 0.99)),
+        Panel("Store duration", {"store_seconds": ""}, quantiles=(0.5, 0.95, 0.99)),
+        Panel("Time lookups wait for L2", {"l2_prefetch_seconds": ""}, quantiles=(0.5, 0.95, 0.99)),
+        Panel("Phases of loads for lookups", {"l2_prefetch_phase_seconds": ""}, ("phase",)),
     )),
     Row("L1", 8, (
         Panel("Bytes", {
             "pool_extents_bytes": "size", "pool_used_bytes": "used", "pool_leased_bytes": "leased",
-            "pool_blocked_bytes": "not evictable now", "pool_quarantined_bytes": "quarantined",
+            "pool_blocked_bytes": "not evictable", "pool_quarantined_bytes": "quarantined",
             "pool_missing_bytes": "without memory",
         }),
         Panel("Chunks in and out", {
-            "pool_inserted_entries": "became visible", "pool_evicted_entries": "evicted",
-            "pool_corrupt_entries": "dropped, checksum wrong",
+            "pool_inserted_entries": "inserted", "pool_evicted_entries": "evicted",
+            "pool_corrupt_entries": "dropped: wrong checksum",
         }),
         Panel("Reserves", {"reserve_outcomes": ""}, ("outcome",)),
         Panel("Evictions", {"pool_evictions": ""}, ("cause",)),
@@ -100,33 +100,33 @@ ROWS = (
             {"pool_tenant_forecast": "{{tenant}}, {{size}} ×"}, ("tenant", "size"), unit="percentunit", quantiles=(),
             query='avg by (tenant, size) (kvstrata_pool_tenant_forecast{of="seconds", ' + SELECTED[1:] + ")",
         ),
-        Panel("Revoked leases that are not given back", {"sessions_leases_revoked": ""}),
+        Panel("Revoked leases not released yet", {"sessions_leases_revoked": ""}),
     )),
     Row("L2", 8, (
         Panel("Bytes moved", {"l2_bytes": ""}, ("adapter", "operation")),
-        Panel("Time of a batch", {"l2_seconds": ""}, ("adapter", "operation")),
+        Panel("Batch duration", {"l2_seconds": ""}, ("adapter", "operation")),
         Panel("Chunks", {"l2_items": ""}, ("adapter", "operation", "outcome")),
-        Panel("Waiting to be put", {"l2_store_backlog_bytes": "waiting", "l2_store_backlog_limit_bytes": "limit"}),
+        Panel("Bytes waiting for puts", {"l2_store_backlog_bytes": "waiting", "l2_store_backlog_limit_bytes": "limit"}),
         Panel("Puts skipped", {"put_skipped": ""}, ("reason",)),
         Panel("Breakers", {"l2_breaker_open": ""}, ("adapter", "operation")),
-        Panel("Bytes of operations that do not end", {"l2_stuck_bytes": ""}, ("adapter",)),
+        Panel("Bytes of hanging operations", {"l2_stuck_bytes": ""}, ("adapter",)),
         Panel("Restarts of adapter hosts", {"l2_host_restarts": ""}, ("adapter",)),
-        Panel("The adapters' own events", {"l2_adapter_events": ""}, ("adapter", "event")),
+        Panel("Events reported by adapters", {"l2_adapter_events": ""}, ("adapter", "event")),
     )),
     Row("State of each tier", 8, (
-        Panel("Directory is there and can be written to", {"l2_medium_well": ""}, ("instance", "adapter")),
-        Panel("Serves loads, takes no puts", {
+        Panel("Directory exists and is writable", {"l2_medium_well": ""}, ("instance", "adapter")),
+        Panel("Serves loads; read-only", {
             "l2_takes_loads": "serves loads: {{instance}} {{adapter}}",
-            "l2_read_only": "takes no puts: {{instance}} {{adapter}}",
+            "l2_read_only": "read-only: {{instance}} {{adapter}}",
         }, ("instance", "adapter")),
-        Panel("Puts under way", {
-            "l2_store_queued_puts": "queued: {{adapter}}", "l2_store_retrying_puts": "tried again: {{adapter}}",
+        Panel("Puts in flight", {
+            "l2_store_queued_puts": "queued: {{adapter}}", "l2_store_retrying_puts": "retrying: {{adapter}}",
             "l2_store_in_flight_puts": "in progress: {{adapter}}",
         }, ("adapter",)),
         Panel("Puts by outcome", {"l2_store_outcomes": ""}, ("adapter", "outcome")),
         Panel("Bytes stored", {"l2_store_stored_bytes": ""}, ("adapter",)),
-        Panel("Fetches that wait, requests to adapter hosts", {
-            "l2_prefetch_waiting_fetches": "wait: {{adapter}}", "l2_host_requests": "in the host: {{adapter}}",
+        Panel("Waiting fetches, requests to adapter hosts", {
+            "l2_prefetch_waiting_fetches": "waiting: {{adapter}}", "l2_host_requests": "in the host: {{adapter}}",
         }, ("adapter",)),
         Panel("Memory of loads and codecs", {
             "l2_prefetch_loading_bytes": "loading: {{adapter}}",
@@ -136,8 +136,8 @@ ROWS = (
         Panel("Bytes before and after codecs", {
             "l2_codec_input_bytes": "before: {{adapter}}", "l2_codec_output_bytes": "after: {{adapter}}",
         }, ("adapter",)),
-        Panel("Records by what codecs did", {"l2_codec_records": ""}, ("adapter", "outcome")),
-        Panel("The adapters' own bytes", {"l2_adapter_bytes": ""}, ("adapter", "event")),
+        Panel("Records by codec outcome", {"l2_codec_records": ""}, ("adapter", "outcome")),
+        Panel("Bytes reported by adapters", {"l2_adapter_bytes": ""}, ("adapter", "event")),
         Panel("Peers", {
             "l2_peer_owners": "remembered: {{adapter}}", "l2_peer_owners_skipped": "skipped: {{adapter}}",
         }, ("adapter",)),
@@ -154,8 +154,8 @@ ROWS = (
             "gateway_slo_requests": "received: {{slo}}", "gateway_slo_met": "in time: {{slo}}",
         }, ("slo",)),
         Panel("Tokens", {"gateway_tokens": ""}, ("kind",)),
-        Panel("Requests under way at each engine", {"gateway_engine_in_flight": ""}, ("engine",)),
-        Panel("Engines that serve", {"gateway_engine_up": ""}, ("engine",)),
+        Panel("Requests in flight at each engine", {"gateway_engine_in_flight": ""}, ("engine",)),
+        Panel("Engines up", {"gateway_engine_up": ""}, ("engine",)),
     )),
 )  # fmt: skip
 

@@ -168,12 +168,12 @@ function numbers(one) {
 function forecasts({ pool, tenants }) {
   const parts = Object.keys(pool.forecast_seconds ?? {}).map(Number).sort((one, other) => one - other);
   return [
-    parts.length > 0 && section("Savings of other sizes of L1", table("L1s of other sizes", [
+    parts.length > 0 && section("Savings with other sizes of L1", table("L1s of other sizes", [
       ["L1", (part) => `${bytes(part * pool.extents_bytes)} (${part} ×)`],
       ["Chunks found", (part) => percent(pool.forecast_hits[part]), "number"],
       ["Prefill seconds saved", (part) => percent(pool.forecast_seconds[part]), "number"],
     ], parts, String)),
-    tenants.length > 1 && section("Savings of other shares of L1", table("Tenants' shares of L1", [
+    tenants.length > 1 && section("Savings with other shares of L1", table("Tenants' shares of L1", [
       ["Tenant", (row) => row.tenant || "(unnamed)"], ["L1", (row) => bytes(row.bytes), "number"], ["Share of prefill", (row) => percent(row.part), "number"],
       ...["0.5", "1", "2", "4"].map((part) => [`Saved by ${part} × its L1`, (row) => percent(row.seconds?.[part]), "number"]),
     ], tenants, (row) => row.tenant)),

@@ -95,7 +95,7 @@ export function noInstances(cluster) {
   return h("section", { class: "empty", key: "empty" }, h("h2", {}, "No instance has registered yet"),
     h("p", {}, "Start a cache server with this controller's address on each host that runs engines. It appears here within a second."),
     h("p", {}, h("code", { class: "break" }, `lmcache-server --controller-url tcp://${address}`)),
-    h("p", { class: "quiet" }, "The setting ", h("code", {}, "controller.url"), " replaces the flag. Across machines, both sides need keys; see docs/cluster.md."));
+    h("p", { class: "quiet" }, "Instead of the flag, you can set ", h("code", {}, "controller.url"), ". Across machines, both sides need keys; see docs/cluster.md."));
 }
 
 /** The leader's name, as a link to its dashboard: only the leader takes orders. */
