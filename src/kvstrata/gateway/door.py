@@ -170,9 +170,9 @@ class Tenant:
 
         The prompt is charged at least as in the estimate, whatever the answer's `usage` reports.
         """
-        estimate = request.taken
-        if estimate is None or (request.outcome == CANCELLED and request.engine and not request.first_s):
-            return  # Cancelled before its first token: the engine's work is unknown, so the estimate stays.
+        estimate, counted = request.taken, request.events or "completion" in request.tokens
+        if estimate is None or (request.outcome == CANCELLED and request.engine and not counted):
+            return  # Cancelled before any token was counted: the engine's work is unknown, so the estimate stays.
         used = generated = 0
         if request.first_s and request.outcome in (OK, CANCELLED, BROKE_OFF) and not request.failed_inside:
             generated = request.tokens.get("completion", request.events)

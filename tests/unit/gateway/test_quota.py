@@ -66,6 +66,17 @@ def test_what_engines_have_worked_on_is_charged_and_at_least_a_quarter_of_the_bo
         assert tenant.uses(0.0).used_tokens == used, request.outcome
 
 
+def test_a_whole_answer_that_was_left_before_its_usage_is_charged_as_the_average_and_a_stream_by_its_events():
+    for events, used in ((0, 220), (5, 205)):
+        tenant = Tenant(limits(), 0.0)
+        tenant.take(200, 0.0)
+        tenant.settle(ended(OK, first_s=1.0, usage={"prompt": 200, "completion": 200}))
+        request = ended(CANCELLED, first_s=1.0)
+        request.taken, request.events = tenant.take(200, 100.0), events
+        tenant.settle(request)
+        assert tenant.uses(100.0).used_tokens == used
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 3_000), st.floats(0.0, 20.0)), max_size=30),
     st.floats(1.0, 1_000.0),
