@@ -1,9 +1,9 @@
 """The engines behind a Kubernetes service, from its EndpointSlices, which are listed periodically.
 
 1. The last valid list stays in use while the API server is unreachable, refuses, or gives an invalid reply.
-2. The service account's token is read again for each request, since Kubernetes replaces it.  It is sent only over HTTPS
+2. The service account's token is read again for each request, since Kubernetes rotates it.  It is sent only over HTTPS
    to the API server, whose certificate must verify against the account's `ca.crt`.
-3. Answers are bounded: MAX_LIST_BYTES for a list, MAX_ENGINES for the engines.
+3. A list has at most MAX_LIST_BYTES, and at most MAX_ENGINES engines are used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LONGEST_PAUSE_S = 30.0
 
 
 class Refused(Exception):
-    """The API server does not answer as it should; the text says how."""
+    """The API server refused the request, or its response is too large; the text says why."""
 
 
 class _Conditions(msgspec.Struct, frozen=True):
@@ -65,7 +65,7 @@ class _List(msgspec.Struct):
 
 
 class Account:
-    """The pod's service account: address of the API server, and credentials."""
+    """The pod's service account: the API server's address, and the credentials for it."""
 
     def __init__(self, settings: KubernetesSettings) -> None:
         """Raises ConfigError if the process runs outside a pod."""
@@ -74,7 +74,7 @@ class Account:
         if not host:
             raise ConfigError(
                 "engines_from.kubernetes: KUBERNETES_SERVICE_HOST is not set, so this is not a pod; run the gateway in "
-                "the cluster, or name the engines by `engines`",
+                "the cluster, or list the engines in `engines`",
                 field="engines_from.kubernetes",
             )
         self.address = Address(host, int(port) if port.isdigit() else 443, True)
@@ -82,7 +82,7 @@ class Account:
         self._text("token")
 
     def tls(self) -> ssl.SSLContext:
-        """A TLS context that trusts the cluster's own CA only. Raises ConfigError."""
+        """A TLS context that trusts only the cluster's own CA. Raises ConfigError."""
         path = self._folder / "ca.crt"
         try:
             return ssl.create_default_context(cafile=str(path))
@@ -111,7 +111,7 @@ def _unreadable(path: Path, why: str) -> ConfigError:
 
 
 class Endpoints:
-    """Follows the engines of a service. Belongs to the event loop."""
+    """Keeps the list of a service's engines up to date. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Endpoints:
         api_key: str,
         found: Callable[[list[Place]], None],
     ) -> None:
-        """`found` is called with all engines whenever they have changed. `api_key`: theirs; empty: none."""
+        """`found` is called with all engines when they have changed. `api_key`: the engines'; empty: none."""
         self.settings = settings
         self.known = asyncio.Event()
         """Set after the first list."""
@@ -132,7 +132,7 @@ class Endpoints:
         self._log = EventLog("kubernetes")
 
     async def keep(self, every_s: Callable[[], float]) -> None:
-        """List every `every_s`, with growing pauses after failures, until cancelled."""
+        """List the endpoints every `every_s`, after failures with growing pauses, until cancelled."""
         pause_s = 0.0
         while True:
             try:
@@ -153,8 +153,8 @@ class Endpoints:
             await asyncio.sleep(pause_s)
 
     async def _list(self) -> None:
-        """Raises Refused, Unreachable, LinkBroken, TimeoutError, ConfigError and what msgspec raises."""
-        # Version 0: the API server answers out of its memory.
+        """List once. Raises Refused, Unreachable, LinkBroken, TimeoutError, ConfigError, and msgspec's errors."""
+        # Version 0 lets the API server answer from its cache.
         query = {
             "labelSelector": f"kubernetes.io/service-name={self.settings.service}",
             "resourceVersion": "0",
@@ -181,14 +181,14 @@ class Endpoints:
 
 
 def places_of(slices: Iterable[Slice], settings: KubernetesSettings, api_key: str) -> list[Place]:
-    """The engines of these slices that are ready, by their addresses; named by their pods."""
+    """The ready engines of these slices, one per address, named by their pods."""
     found: dict[Address, Place] = {}
     for one in slices:
         port = _port_of(one.ports or [], settings)
         if port is None:
             continue
         for endpoint in one.endpoints or []:
-            # No word about it means ready, as the API says.
+            # A missing `ready` means ready, by the API's definition.
             if endpoint.conditions.ready is False or not endpoint.addresses:
                 continue
             host = endpoint.addresses[0]
@@ -209,6 +209,6 @@ def places_of(slices: Iterable[Slice], settings: KubernetesSettings, api_key: st
 
 
 def _port_of(ports: list[_Port], settings: KubernetesSettings) -> int | None:
-    """The port that the settings name; else the first."""
+    """The first valid port that the settings' `port_name` allows; None: there is none."""
     named = (one.port for one in ports if settings.port_name in ("", one.name))
     return next((port for port in named if port is not None and 0 < port < 65_536), None)

@@ -1,1 +1,1 @@
-"""Looks up a prompt's KV in shared L1s, in L2 tiers and at peers, by the cluster's controllers and instances."""
+"""Looks up a prompt's KV in L1, in L2 tiers and at peers, with the instances that the cluster's controllers list."""

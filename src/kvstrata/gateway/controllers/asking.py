@@ -1,11 +1,11 @@
 """Looks up which chunks of a prompt each instance holds, for the choice of its engine.
 
-1. Controllers name the instances in their replies to heartbeats.  The gateway follows the instances itself
-   (following.py) and learns their engines and kinds of KV from them.  So a lookup sends no request, and without
-   controllers the gateway continues with the instances that it knows.
+1. Controllers list the instances in their replies to heartbeats.  The gateway follows the instances itself
+   (following.py) and learns their engines and kinds of KV from them.  So a lookup sends no request, and while no
+   controller answers, the gateway continues with the instances that it knows.
 2. The lookup is skipped where its result could not change the choice: without token ids, with fewer than two engines to
    choose from, for prompts shorter than a chunk, and if no instance of the engines is known.
-3. Up to INLINE_TOKENS are hashed on the loop (40 µs for each kind of KV), more on a thread.
+3. Up to INLINE_TOKENS tokens are hashed on the event loop (40 µs per kind of KV), more on a thread.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MAX_MODELS = 256
 MAX_KINDS = 4
 """Maximum number of kinds of KV for which one prompt is looked up."""
 LEARN_S = 0.5
-"""Maximum time for which news of instances are collected; a request that may depend on them applies them at once."""
+"""Maximum time for which instances' news are collected; a request whose choice needs them applies them at once."""
 
 
 class _At(NamedTuple):
@@ -58,8 +58,8 @@ class _At(NamedTuple):
 
 
 Groups = dict[tuple[Kind, str], list[_At]]
-"""A model's engines by what the keys of their KV are derived from beside the prompt: the kind of KV, and the adapter as
-in RequestIdentity."""
+"""A model's engines, by the inputs of their chunk keys other than the prompt: the kind of KV, and
+`RequestIdentity.adapter`."""
 
 
 class Controllers(Numbers):
@@ -79,8 +79,8 @@ class Controllers(Numbers):
         now_s: Callable[[], float],
         numbers: Callable[[], Awaitable[tuple[str, int, int, Measured]]],
     ) -> None:
-        """`in_file`: the keys of `curve_file`. `listener`: of this gateway's HTTP port. `numbers`: policy, requests
-        under way, all requests and what was measured, for heartbeats.
+        """`in_file`: the keys of `curve_file`. `listener`: this gateway's HTTP port. `numbers`: for heartbeats, returns
+        the policy, the number of requests under way and of all requests, and the measurements.
 
         Raises ConfigError if the key of this user cannot be kept, and Unavailable if a controller's URL is not an
         endpoint.
@@ -97,16 +97,16 @@ class Controllers(Numbers):
         self._numbers = numbers
         self.following = Following(supervisor, now_s, self._has_news)
         self._of_url: dict[str, Followed] = {}
-        """Instances by the URLs of their engines, as far as engines report them."""
+        """By engine's URL: its instance, if the instance reports its engines."""
         self._learning: asyncio.TimerHandle | None = None
         self._of: dict[str, tuple[ControllerLink, asyncio.Task[None]]] = {}
         self._groups: dict[str, tuple[list[ServingEngine], Groups]] = {}
-        """By model, as long as instances tell nothing else, and these are its targets."""
+        """By model: its targets, and its groups; valid while the targets and the instances' conditions stay."""
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="kv-keys", initializer=name_thread)
         self._have(settings.urls)
 
     def set(self, settings: GatewayControllersSettings, in_file: ClusterKeys | None) -> None:
-        """Use exactly these controllers from now on. Raises as the constructor."""
+        """Replace the controllers by those of new settings. Raises as the constructor."""
         keys = self._keys_of(settings, in_file)
         if keys != self._keys:
             self._have([])
@@ -115,7 +115,7 @@ class Controllers(Numbers):
         self._have(settings.urls)
 
     def _keys_of(self, settings: GatewayControllersSettings, in_file: ClusterKeys | None) -> ClusterKeys:
-        """The keys of a file, of this user, or open ones; those that no file has are made once. Raises ConfigError."""
+        """The keys of the file, or this user's shared key, or open keys without encryption. Raises ConfigError."""
         if in_file is not None:
             return in_file
         if settings.insecure or not settings.urls:
@@ -126,7 +126,7 @@ class Controllers(Numbers):
         return self._shared.keys
 
     async def told(self, wanted: Wanted) -> Wanted:
-        """`wanted` with the chunks of the prompt that instances hold."""
+        """`wanted` with `held`: the copies of the prompt at instances."""
         targets, groups = self._engines(wanted)
         copies: list[Copy] = []
         for (kind, adapter), at in groups.items():
@@ -149,7 +149,7 @@ class Controllers(Numbers):
             self._learning = asyncio.get_running_loop().call_later(LEARN_S, self._learn)
 
     def _learn(self) -> None:
-        """Apply instances' reports about their engines."""
+        """Apply the instances' news of their engines."""
         if self._learning is not None:
             self._learning.cancel()
         self._learning = None
@@ -164,14 +164,14 @@ class Controllers(Numbers):
         )
 
     def ended(self, engine: ServingEngine, request_id: str, reason: str) -> None:
-        """An engine's answer has ended with the API's finish `reason`: send its instance a hint about what follows."""
+        """Hint to an answering engine's instance what the client will do next; `reason`: the API's finish reason."""
         known = self.instance(engine) if request_id else None
         with contextlib.suppress(ValueError):
             if known is not None and (said := next_of(reason)):
                 self.following.hint(known, Hinted(request_id, said))
 
     def _engines(self, wanted: Wanted) -> tuple[list[ServingEngine], Groups]:
-        """The engines of the choice, and those that are attached to an instance; no groups: look nothing up."""
+        """The candidates of the choice, and the groups to look up; no groups: no lookup."""
         prompt = wanted.prompt
         if prompt is None or wanted.made_by or not self._of:
             return [], {}
@@ -189,7 +189,7 @@ class Controllers(Numbers):
         return targets, {keys: at for keys, at in known[1].items() if n_tokens >= keys[0].layout.chunk_tokens}
 
     def _look_up(self, model: str, targets: list[ServingEngine]) -> Groups:
-        """The instances of a model's engines; also applies the load rates that these instances report."""
+        """Group a model's engines by kind of KV and adapter; also stores their instances' load rates in the engines."""
         found: Groups = {}
         lora = self._fleet.adapter(model)
         for engine in targets:
@@ -205,7 +205,7 @@ class Controllers(Numbers):
         return dict(list(found.items())[:MAX_KINDS])
 
     def _request(self, prompt: Prompt, adapter: str) -> RequestIdentity:
-        """The identity of a prompt's KV, without its engine's layout."""
+        """The inputs of a prompt's chunk keys other than tokens and layout."""
         tenant = prompt.tenant or self._settings.tenant
         return RequestIdentity(adapter=adapter, tenant=tenant, salt=prompt.salt)
 
@@ -219,7 +219,7 @@ class Controllers(Numbers):
         return await loop.run_in_executor(self._hashing, kind.tags, prompt, request)
 
     def page(self) -> list[dict[str, Any]]:
-        """The controllers, for operators."""
+        """The controllers, for the status page."""
         return [link.document() for link, _ in self._of.values()]
 
     async def close(self) -> None:
@@ -241,7 +241,7 @@ class Controllers(Numbers):
         )  # fmt: skip
 
     def _have(self, urls: Iterable[str]) -> None:
-        """Have links to exactly these controllers."""
+        """Open and close links so that they lead to exactly these controllers."""
         wanted = list(urls)
         for url in [one for one in self._of if one not in wanted]:
             link, task = self._of.pop(url)
@@ -258,7 +258,7 @@ class Controllers(Numbers):
 
 
 def _names(engine: ServingEngine, model: str) -> list[str]:
-    """Names under which an engine's model, or the only one that it has, may be known."""
+    """All names of an engine's model; if the engine does not list the model, of all its models."""
     entries = [engine.models[model]] if model in engine.models else list(engine.models.values())
     names = [entry.get(field) for entry in entries for field in ("id", "root", "parent")]
     return [name for name in names if isinstance(name, str) and name]
@@ -267,10 +267,10 @@ def _names(engine: ServingEngine, model: str) -> list[str]:
 def copies_of(
     at: list[_At], holdings: list[Holding], chunk_tokens: int, most_chunks: int, n_targets: int = 0
 ) -> list[Copy]:
-    """The copies of a prompt that engines can load from their instances' L1 and L2, and from the peer that holds most.
+    """The copies of a prompt in the engines' L1 and L2, and at the peer that holds the longest prefix.
 
-    `most_chunks`: number of chunks looked up.  `n_targets`: number of candidate engines; if all of them read peers, the
-    peer's copy is listed once for all, which makes scoring a large fleet far faster.
+    `most_chunks`: number of chunks looked up.  `n_targets`: number of candidates; if all of them read from peers, the
+    peer's copy is listed once for all, which makes the choice in a large fleet much faster.
     """
 
     def copy(engine: str, tier: Tier, tokens: int, row: Holding) -> Copy:
@@ -285,14 +285,14 @@ def copies_of(
     in_media = [(set(row.of.told.media.values()), row) for row in holdings if row.chunks.shared]
     copies: list[Copy] = []
     own_tokens: dict[str, int] = {}
-    """By engine: number of tokens that it can load without peers."""
+    """By engine: length of the prefix that it can get without peers."""
     for engine, of in at:
         row, in_l1, own = rows.get(of.told.instance), 0, 0
         if row is not None:
             in_l1, own = tokens(row.chunks.in_l1), tokens(row.chunks.anywhere)
             if in_l1:
                 copies.append(copy(engine.name, "l1", in_l1, row))
-        # What another instance has put into a medium can be loaded by all that have this medium.
+        # Chunks that another instance has put into a medium can be loaded by all instances with this medium.
         others = [other for media, other in in_media if media and media <= set(of.told.media.values())]
         most = max(others, key=lambda other: other.chunks.shared, default=None)
         if most is not None and (found := tokens(most.chunks.shared)) > own:

@@ -1,10 +1,10 @@
 """The instances that this gateway follows, and the chunks of a prompt that they hold (cluster/followers.py).
 
-1. The gateway follows the instances that a controller named last, each at its own control port, even while no
-   controller answers.  An instance that no controller names any more is followed as long as it answers, since a
-   controller that has restarted names few at first.
+1. The gateway follows the instances that a controller has listed last, each at its own control port, even while no
+   controller answers.  An instance that is no longer listed is followed as long as it answers, since a restarted
+   controller lists only few instances at first.
 2. The chunks of an instance that has not answered for STALE_S do not count until it answers again.
-3. A message of its own (HINTS_S) tells the instance why answers ended; it asks for no changes.
+3. Hints about ended answers are collected for HINTS_S and sent in a message that requests no changes.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from kvstrata.rpc.zmq_curve import ClusterKeys
 from kvstrata.types import GB
 
 MAX_BYTES = 4 * GB
-"""Memory for placements, as a controller's `directory.max_gb` is by default; each takes about 11 bytes."""
+"""Maximum memory for placements, like the default of a controller's `directory.max_gb`; each takes about 11 bytes."""
 MAX_GROUPS = 4_096
 BEAT_S = 10.0
 STALE_S = 30.0
 HINTS_S = 0.1
-"""Time for which hints are collected; beyond MAX_HINTS the oldest are dropped."""
+"""Time for which hints are collected; of more than MAX_HINTS the oldest are dropped."""
 
 
 class Followed(Listener):
-    """One instance, and its last condition."""
+    """A followed instance, with its last reported condition."""
 
     follower: Follower
 
@@ -61,11 +61,11 @@ class Followed(Listener):
 
     @property
     def told(self) -> Register:
-        """The instance's registration."""
+        """The instance's registration at the controller."""
         return self.served.told
 
     def heard(self, condition: Condition | None) -> None:
-        """The instance has answered."""
+        """Record an answer of the instance; `condition`: its new condition, if the answer has one."""
         self.heard_s = self._now_s()
         if self.follower.confirmed:
             self.confirmed_s = self.heard_s
@@ -76,12 +76,12 @@ class Followed(Listener):
 
 
 class Holding(NamedTuple):
-    """The leading chunks of a prompt that one instance holds."""
+    """The number of a prompt's leading chunks that one instance holds."""
 
     of: Followed
     chunks: Held
     unconfirmed_ms: int = 0
-    """Time since which the gateway is out of step with it, so that it may hold less by now; 0: in step."""
+    """Time since the gateway last knew the instance's exact contents, which may have shrunk since; 0: it knows them."""
 
 
 class Following(Numbers):
@@ -102,7 +102,7 @@ class Following(Numbers):
     hints = counter("Ends of answers reported to instances as hints.", name="told_hints")
 
     def __init__(self, supervisor: Supervisor, now_s: Callable[[], float], news: Callable[[], None]) -> None:
-        """`news()` is called when the set of followed instances, or one of their conditions, has changed."""
+        """`news()` is called when the set of followed instances or their reports of engines change."""
         self._supervisor, self._now_s, self._news = supervisor, now_s, news
         self._log = EventLog("following")
         self._followers = Followers(
@@ -117,11 +117,11 @@ class Following(Numbers):
         return iter(self._of.values())
 
     def get(self, instance: str) -> Followed | None:
-        """The followed instance with this id."""
+        """The followed instance with this id; None: not followed."""
         return self._of.get(instance)
 
     def follow(self, instances: Iterable[Served], keys: ClusterKeys) -> None:
-        """Follow these instances from now on; others only as long as they answer."""
+        """Follow these instances; others are followed only as long as they answer."""
         wanted = {one.told.instance: one for one in instances}
         now_s = self._now_s()
         for name, known in list(self._of.items()):
@@ -149,7 +149,7 @@ class Following(Numbers):
             self._end(known)
 
     async def held(self, tags: bytes, n_slices: int) -> list[Holding]:
-        """The leading chunks of a prompt that instances hold. `tags`: of its storage keys, chunk by chunk."""
+        """Look up a prompt at all followed instances; `tags`: chunk by chunk, each with `n_slices` tags."""
         found = await self._followers.lookups.held(tags, n_slices)
         now_s, rows = self._now_s(), []
         for group, chunks in found.items():
@@ -160,7 +160,7 @@ class Following(Numbers):
         return rows
 
     def hint(self, known: Followed, said: Hinted) -> None:
-        """Send an instance a hint about what follows a request; the hint may be lost."""
+        """Queue a hint for an instance; it is sent once, without a retry."""
         if not known.hints:
             asyncio.get_running_loop().call_later(HINTS_S, self._tell, known)
         known.hints.append(said)
@@ -177,7 +177,7 @@ class Following(Numbers):
             self.hints += len(said.hints)
 
     def page(self) -> list[dict[str, Any]]:
-        """The followed instances, for operators."""
+        """The followed instances, for the status page."""
         now_s = self._now_s()
         keys: dict[int, dict[str, int]] = {}
         for place, count in self._followers.lookups.keys().items():
@@ -197,11 +197,11 @@ class Following(Numbers):
         ]
 
     async def close(self) -> None:
-        """Stop following, and end the threads."""
+        """Stop following all instances, and end the threads."""
         await self._followers.close()
 
     def _begin(self, known: Followed, keys: ClusterKeys, before: Follower | None = None) -> None:
-        """Follow an instance, or go on with a follower `before` this one."""
+        """Follow an instance; `before`: its follower at an earlier address, whose contents are kept."""
         told = known.told
         try:
             link = self.links.ask(told.control_endpoint, keys=keys.to(known.served.key), few=True)
@@ -221,10 +221,10 @@ class Following(Numbers):
 
 
 def _of_engines(told: Condition) -> tuple[object, ...]:
-    """What a condition says of the instance's engines."""
+    """The parts of a condition that concern the instance's engines."""
     return told.models, told.engines, told.rates
 
 
 def _process(served: Served) -> tuple[object, ...]:
-    """What tells an instance's process from others."""
+    """The identity of an instance's process."""
     return served.told.control_endpoint, served.key, served.told.incarnation

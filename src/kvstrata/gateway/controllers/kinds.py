@@ -1,4 +1,4 @@
-"""The kinds of KV in the conditions of instances, from which the keys of a prompt's chunks are derived.  No I/O.
+"""The kinds of KV that instances report, from which the keys of a prompt's chunks are derived.  No I/O.
 
 Messages of instances were checked only for their form, so this module ignores values that are out of range.
 """
@@ -17,24 +17,24 @@ from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity, identity_
 
 MAX_TOKENS = 262_144
 MAX_HELD_TAGS = 16_384
-"""Maximum number of tags that are looked up; of longer prompts only the beginning is."""
+"""Maximum number of tags in a lookup; of a longer prompt only the beginning is looked up."""
 MAX_CHUNK_TOKENS = 1 << 20
 MAX_LORAS = 4_096
 
 
 class Kind(NamedTuple):
-    """A kind of KV whose keys can be derived here."""
+    """A kind of KV whose chunk keys can be derived here."""
 
     layout: LayoutIdentity
     slices: tuple[bytes, ...]
-    """The slices that a hit needs in each chunk; those of windows and states are not looked up."""
+    """Slices that a hit needs in each chunk; slices of windows and states are not looked up."""
 
     def root(self, request: RequestIdentity) -> bytes:
         """The root of the identity of a request's chunks."""
         return identity_root(self.layout, request)
 
     def tags(self, prompt: Prompt, request: RequestIdentity) -> bytes:
-        """The tags of the prompt's chunks, chunk by chunk; takes about 5 µs for a thousand tokens."""
+        """The tags of the prompt's chunks, chunk by chunk; takes about 5 µs per thousand tokens."""
         chunk_tokens, lookahead = self.layout.chunk_tokens, self.layout.lookahead
         hasher = ChunkHasher(self.root(request), chunk_tokens, lookahead_tokens=lookahead)
         most = min(MAX_TOKENS, MAX_HELD_TAGS // len(self.slices) * chunk_tokens + lookahead)
@@ -43,7 +43,7 @@ class Kind(NamedTuple):
 
 
 def kind_of(told: KvKind) -> Kind | None:
-    """The kind in a form that can be looked up; None: it cannot be."""
+    """The kind in an instance's report; None: its values are out of range."""
     layout = told.layout
     spans = told.spans if len(told.spans) == len(told.slices) else [0] * len(told.slices)
     slices = tuple(one for one, span in zip(told.slices, spans, strict=True) if not span)
@@ -53,7 +53,7 @@ def kind_of(told: KvKind) -> Kind | None:
 
 
 def served_as(models: Iterable[KvKind], names: Sequence[str]) -> tuple[Kind, KvKind] | None:
-    """The kind of an instance's KV for a model that has these names; None: unknown."""
+    """The kind of an instance's KV for a model with these names, and its report; None: no kind, or several."""
     known = [(kind, told) for told in models if (kind := kind_of(told)) is not None]
     if len(known) > 1:
         bare = {name.rstrip("/").rpartition("/")[2] for name in names} | set(names)
@@ -62,15 +62,15 @@ def served_as(models: Iterable[KvKind], names: Sequence[str]) -> tuple[Kind, KvK
 
 
 def adapter_of(told: KvKind, lora: str) -> str | None:
-    """`RequestIdentity.adapter` of the newest requests for a LoRA adapter, empty: for the model itself.
+    """`RequestIdentity.adapter` of the newest requests for a LoRA adapter; empty `lora`: the model itself.
 
-    None: the instance's engines have had no such request.
+    None: the instance's engines have had no request for this adapter.
     """
     return next((one for one in told.adapters if _lora_of(one) == lora), None if lora else "")
 
 
 def paths(told: KvKind, rates: Iterable[TierRate]) -> dict[Tier, LoadPath]:
-    """Load rates into an instance's L1 for this kind of KV, and from L1 into its engines, as far as it reports them."""
+    """The reported speeds of this kind of KV by tier: engines' loads from L1, and the instance's loads into L1."""
     tokens = told.layout.chunk_tokens / told.chunk_bytes if told.chunk_bytes else 0.0
     return {
         cast("Tier", rate.tier): LoadPath(latency_s=rate.latency_us / 1e6, tokens_s=rate.bytes_s * tokens)

@@ -1,1 +1,1 @@
-"""Requests that are split: one engine computes the prompt, and another one loads its KV and answers."""
+"""Split requests: one engine computes the prompt, and another one loads its KV and answers."""

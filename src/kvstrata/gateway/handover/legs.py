@@ -1,10 +1,10 @@
-"""Sends prompts to the engines that compute them for others.
+"""Sends the prompts of split requests to the engines that prefill them.
 
     begin ──▶ sent ──▶ computed        or refused, unreachable, broken, late, cancelled: counted, noted in the decision
 
-A leg is the client's request with one token to generate, or its token ids where they are known.  It ends with the
-client's request at the latest: the connection is closed, and the engine stops working on it.  Whatever its outcome, the
-engine that answers computes the tokens whose KV it did not get.
+A leg is a request for one token, with the client's body or, if known, the prompt's token ids.  It ends with the
+client's request at the latest: the connection is closed, and the engine stops its work.  Whatever its outcome, the
+answering engine computes the tokens whose KV it did not get.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 COMPUTED = "computed"
 UNKNOWN_S = 10.0
-"""Expected time of a prompt at an engine whose rate is not measured yet."""
+"""Assumed time of a prompt at an engine whose rate has not been measured."""
 COMPLETIONS = "/v1/completions"
 SAME_BODY = frozenset((COMPLETIONS, "/v1/chat/completions", "/v1/messages"))
-"""Paths whose body can be sent to the prefilling engine if the token ids are unknown."""
+"""Paths whose body can be sent as the leg if the token ids are unknown."""
 ANSWER_ONLY = frozenset(
     ("stream_options", "n", "logprobs", "top_logprobs", "min_tokens", "max_completion_tokens", "response_format",
      "structured_outputs", "request_id", "kv_transfer_params", "cache_salt", "stop", "stop_token_ids",
      "stop_sequences")
 )  # fmt: skip
-"""Fields that concern only the answer; one token needs none of them, and compiling a grammar would take time."""
+"""Fields that are removed from a leg's body, since they concern the answer only, or are set by the gateway."""
 MAX_ANSWER_BYTES = 8 << 20
-"""NixlConnector names each block."""
+"""Maximum size of a leg's response, in which NixlConnector lists each block."""
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -63,7 +63,7 @@ class _Answer(msgspec.Struct):
     stop_reason: str | None = None
 
     def returned(self) -> Fields | None:
-        """What it tells of the KV; None: its first token ended it, so that it may have kept none."""
+        """The response's `kv_transfer_params`; None: the answer ended by a stop, so the KV may not be kept."""
         ends = (self.stop_reason, *(one.finish_reason for one in self.choices))
         return self.kv_transfer_params or ({} if "length" in ends or "max_tokens" in ends else None)
 
@@ -75,8 +75,8 @@ class Legs(Numbers):
     """The legs of all requests. Belongs to the event loop."""
 
     ended = counter(
-        "Prompts that one engine computed for another, by what came of it: `computed`, `cancelled` (the request ended "
-        "before), `refused` by the engine, `unreachable`, `broken` (it broke off), `late`.",
+        "Prompts that one engine computed for another, by outcome: `computed`, `cancelled` (the request ended before), "
+        "`refused` by the engine, `unreachable`, `broken` (the connection ended early), `late`.",
         "outcome",
         name="prefills",
     )
@@ -91,9 +91,9 @@ class Legs(Numbers):
         self.tasks: dict[asyncio.Task[Fields | None], None] = {}
 
     async def begin(self, request: Request, choice: Choice, body: bytes, more: Fields) -> Fields:
-        """Send a request's prompt to the engine that computes it. Returns the fields for the one that answers.
+        """Send a request's prompt to the prefilling engine; returns the `kv_transfer_params` of the answering engine.
 
-        `more`: fields for both, in `kv_transfer_params` and next to it.
+        `more`: fields that the bodies for both engines get.
         """
         leg = choice.prefill
         assert leg is not None and leg.way is not None
@@ -110,7 +110,7 @@ class Legs(Numbers):
         return await handover.for_answer(self._asker, task)
 
     async def close(self) -> None:
-        """End all."""
+        """Cancel all legs."""
         tasks = list(self.tasks)
         for task in tasks:
             task.cancel()
@@ -166,7 +166,7 @@ class Legs(Numbers):
 
 
 def leg_of(request: Request, choice: Choice, body: bytes, params: Fields, more: Fields) -> tuple[str, bytes]:
-    """Path and body of the request to the engine that computes the prompt."""
+    """Path and body of the request to the prefilling engine."""
     prompt, asked = choice.wanted.prompt, request.asked
     both = {**more.get("kv_transfer_params", {}), **params}
     fields: dict[str, Any] = {"max_tokens": 1, "stream": False}

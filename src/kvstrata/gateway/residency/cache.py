@@ -3,15 +3,15 @@
 vLLM encodes a batch of events as a msgpack array [time, events, rank] and each event as a tagged map.  Fields that are
 not needed, and fields of newer versions, are ignored.
 
-1. A block is counted once for each time that it was stored: engines store it twice if two requests compute it at once,
-   and announce each removal.
-2. After a loss of events all blocks of the engine are forgotten: the engine replays its events (zmq_watcher.py), or our
-   connector announces the blocks again.
+1. A block has a count of how often it was stored: engines store it twice if two requests compute it at once, and
+   announce each removal.
+2. After a loss of events all blocks of the engine are forgotten: the engine replays its events (zmq_watcher.py), or
+   kvstrata's connector announces the blocks again.
 3. A block whose parent is unknown, because it was stored before this gateway listened, has no key; it is counted as an
    orphan and otherwise left out, as are its children.
-4. At most MAX_BLOCKS blocks are kept; at one more, all blocks of the engine are forgotten.
+4. At most MAX_BLOCKS blocks are kept; if there are more, all blocks of the engine are forgotten.
 
-Events about media other than the engine's own (GPU) are ignored: controllers report the chunks in L1 and L2.
+Events about media other than the engine's own (GPU) are ignored: instances report the chunks in L1 and L2.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_ALL_SIZES = 16
 MASK_BYTES = 8_192
 KEY, TAG = 32, 8
 LIFE_SAMPLE = 16
-"""The lifetime of one in LIFE_SAMPLE blocks is measured."""
+"""The life of one block in LIFE_SAMPLE is measured."""
 SAMPLES = 256
 OWN_MEDIA = (None, "GPU")
 
@@ -53,7 +53,7 @@ Hash = Annotated[bytes, Meta(max_length=MAX_HASH_BYTES)] | int
 
 
 class BlockStored(msgspec.Struct, tag=True, gc=False):
-    """Blocks that requests can now find. They form one chain below `parent_block_hash`."""
+    """Blocks that are now in the prefix cache. They form one chain below `parent_block_hash`."""
 
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
@@ -62,15 +62,15 @@ class BlockStored(msgspec.Struct, tag=True, gc=False):
     medium: str | None = None
     lora_name: str | None = None
     extra_keys: list[msgspec.Raw] | None = None
-    """For each block, what decides its KV besides tokens: an array, or NOTHING."""
+    """For each block, the other inputs of its KV besides tokens: an array, or NOTHING."""
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     again: bool = False
-    """Announced before, and again by our connector for late subscribers: it is not a further copy of a known block."""
+    """Whether kvstrata's connector re-announces the blocks for late subscribers: known blocks are not counted again."""
 
 
 class BlockRemoved(msgspec.Struct, tag=True, gc=False):
-    """Blocks that are gone."""
+    """Blocks that were removed from the cache."""
 
     block_hashes: list[Hash]
     medium: str | None = None
@@ -95,15 +95,15 @@ _decode = msgspec.msgpack.Decoder(Batch).decode
 
 
 def decoded(payload: bytes) -> Batch:
-    """A batch. Raises ValueError for anything else."""
+    """Decode a batch. Raises ValueError if the payload is invalid."""
     try:
         return _decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"no batch of KV events: {error}") from None
+        raise ValueError(f"invalid batch of KV events: {error}") from None
 
 
 class Cache:
-    """The blocks of one engine. Belongs to the watcher's thread; others read only the plain numbers and `slot`."""
+    """See the module. Belongs to the watcher's thread; other threads read only its numbers and `slot`."""
 
     def __init__(
         self,
@@ -113,35 +113,35 @@ class Cache:
         mask: bytearray | None = None,
         all_sizes: list[int] | None = None,
     ) -> None:
-        """`mask` and `all_sizes`: slots and block sizes of all engines, kept up to date by their caches."""
+        """`mask` and `all_sizes`: slots and block sizes of all engines, shared and updated by all caches."""
         self._registry = registry
         self._mask = mask if mask is not None else bytearray(MASK_BYTES)
         self._all_sizes = all_sizes if all_sizes is not None else []
         self.group = group
         self._now_s = now_s
         self.slot: int | None = None
-        """Slot in the registry; None: no block is known."""
+        """The engine's slot in the registry; None: no blocks are known."""
         self.sizes: tuple[int, ...] = ()
-        """Block sizes in tokens, as far as chains have begun with them."""
+        """Block sizes, in tokens, of the engine's chains."""
         self.emptied_s = float("-inf")
-        """Time of the last event that the cache was emptied, or of the last detected restart."""
+        """Time of the last event that emptied the cache, or of the last restart that was noticed."""
         self.missed_s = float("-inf")
-        """Time at which a permanent loss of events was last detected."""
+        """Time of the last loss of events that could not be repaired."""
         self._keys: dict[Hash, bytes] = {}
         self._more: dict[Hash, int] = {}
-        """Number of times that a block was stored beyond the first."""
+        """By block: how often it was stored beyond the first time."""
         self._born_s: dict[Hash, float] = {}
         self._draw = random.Random(group)
         self._lives: deque[float] = deque(maxlen=SAMPLES)
         self.orphans = 0
         self.life_s = 0.0
-        """Median life of a block; 0: none has been removed yet."""
+        """Median life of a block; 0: no measured block has been removed yet."""
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def apply(self, batch: Batch) -> None:
-        """Apply a batch. Raises ValueError for one that contradicts itself; earlier events stay applied."""
+        """Apply a batch. Raises ValueError for an invalid event; the events before it stay applied."""
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
                 self.emptied()
@@ -153,12 +153,12 @@ class Cache:
                 self._removed(event.block_hashes)
 
     def emptied(self) -> None:
-        """The engine's cache is empty: it was cleared, or the engine has restarted."""
+        """Forget all blocks, since the engine has cleared its cache or may have restarted."""
         self.forget()
         self.emptied_s = self._now_s()
 
     def missed(self) -> None:
-        """Events were lost for good: forget all blocks."""
+        """Forget all blocks, since events were lost and cannot be replayed."""
         self.forget()
         self.missed_s = self._now_s()
 
@@ -176,9 +176,7 @@ class Cache:
         if not names:
             return
         if len(event.token_ids) != len(names) * size:
-            raise ValueError(
-                f"{len(event.token_ids)} tokens do not make {len(names)} blocks of {size} tokens"
-            )
+            raise ValueError(f"{len(event.token_ids)} tokens are not {len(names)} blocks of {size} tokens")
         if event.parent_block_hash is None:
             start = root_of(size)
             if size not in self.sizes and len(self.sizes) < MAX_SIZES:
@@ -222,7 +220,7 @@ class Cache:
         try:
             self._registry.admit(self.slot, b"".join(tags))
         except RegistryError as error:
-            raise ValueError(f"the index of the fleet's caches refuses blocks: {error.reason}") from None
+            raise ValueError(f"the index of all engines' caches refuses blocks: {error.reason}") from None
 
     def _removed(self, names: Sequence[Hash]) -> None:
         gone = []
@@ -240,10 +238,10 @@ class Cache:
 
 
 def _extras(event: BlockStored) -> dict[int, bytes] | None:
-    """The extras of an event's blocks by their numbers."""
+    """The extras of an event's blocks, by their positions; None: no block has extras."""
     given = event.extra_keys
     if given is None:
-        # Older engines tell only the adapter. Their salts stay unknown, so a salted prompt never finds its blocks.
+        # Older engines report only the adapter. Their salts stay unknown, so a salted prompt never finds its blocks.
         return extras_of(event.lora_name or "", "", len(event.block_hashes))
     if len(given) != len(event.block_hashes):
         raise ValueError(f"extra_keys: {len(given)} for {len(event.block_hashes)} blocks")

@@ -1,4 +1,4 @@
-"""The loop's queries to the engines' caches: how much of a prompt each engine has, and how certain that is."""
+"""The event loop's queries to the engines' caches: how many tokens of a prompt each engine has in its own cache."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from kvstrata.gateway.residency.zmq_watcher import Feed, Watcher
 from kvstrata.native.core import Registry
 
 MAX_BYTES = 8 << 30
-"""Maximum size of the index of all engines' blocks, which allocates memory as needed."""
+"""Maximum size of the index of all engines' blocks; memory is allocated as it fills."""
 MAX_ENGINES = 65_536
 BLOCK_LIFE_S = 300.0
-"""Assumed lifetime of a block until it has been measured."""
+"""Assumed life of blocks until it has been measured."""
 LIFE_AGAIN_S = 1.0
-"""Time for which the looked-up lifetime of blocks is reused."""
+"""Interval at which the median life of blocks is updated."""
 
 
 class Index:
-    """The caches of all engines, and lookups of prompts. Lookups may run while another thread adds blocks."""
+    """The caches of all engines, with lookups by prompt. A lookup may run while another thread adds blocks."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
         self.registry = Registry(max_bytes=MAX_BYTES)
         self.caches: dict[str, Cache] = {}
-        """Caches by engine; the receiver of the engine's events owns its cache."""
+        """By engine or rank; each belongs to the thread that receives its events."""
         self._numbers: dict[int, str] = {}
         self._next = 0
         self._mask, self._sizes = bytearray(MASK_BYTES), list[int]()
@@ -36,7 +36,7 @@ class Index:
         self._life_s, self._looked_s = BLOCK_LIFE_S, float("-inf")
 
     def add(self, name: str) -> Cache:
-        """The cache of a new engine."""
+        """Add an engine, and return its cache."""
         while self._next in self._numbers:
             self._next = (self._next + 1) % MAX_ENGINES
         number, self._next = self._next, (self._next + 1) % MAX_ENGINES
@@ -45,11 +45,11 @@ class Index:
         return cache
 
     def remove(self, name: str) -> None:
-        """Exclude an engine from lookups; the caller must also call its cache's `forget`."""
+        """Remove an engine; the caller must have its cache `forget`."""
         del self._numbers[self.caches.pop(name).group]
 
     def known(self, prompt: Prompt) -> dict[str, int]:
-        """Number of a prompt's tokens in each engine's own cache, by name."""
+        """By engine: number of the prompt's leading tokens in its own cache."""
         cached: dict[str, int] = {}
         for size in self._sizes:
             tags, step = prompt.tags(size)
@@ -63,7 +63,7 @@ class Index:
 
     @property
     def block_life_s(self) -> float:
-        """Measured life of a block, the median of the engines."""
+        """Median over the engines of the measured life of a block."""
         if (now_s := self._now_s()) > self._looked_s + LIFE_AGAIN_S:
             lives = [one.life_s for one in self.caches.values() if one.life_s]
             self._life_s, self._looked_s = statistics.median(lives) if lives else BLOCK_LIFE_S, now_s
@@ -71,7 +71,7 @@ class Index:
 
 
 class Residency:
-    """The subscriptions to engines' events. Belongs to the event loop, and owns the thread that receives the events."""
+    """The engines' caches as known from their KV events. Belongs to the event loop, and owns the watcher's thread."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         """`now_s` may be called from any thread."""
@@ -84,19 +84,19 @@ class Residency:
         self._watcher.close()
 
     def watch(self, name: str, source: Source, owner: object = None) -> None:
-        """Subscribe to an engine's events; the blocks of an earlier engine with this name are forgotten."""
+        """Subscribe to an engine's events; the blocks of an earlier engine of this name are forgotten."""
         self.unwatch(name)
         feed = self._feeds[name] = Feed(self.index.add(name), source, name, owner)
         self._watcher.watch(feed)
 
     def unwatch(self, name: str) -> None:
-        """Forget an engine."""
+        """End the subscription to an engine, and forget its blocks."""
         if (feed := self._feeds.pop(name, None)) is not None:
             self.index.remove(name)
             self._watcher.unwatch(feed)
 
     def listen(self, owner: object, sources: Mapping[str, Source]) -> None:
-        """Subscribe to exactly these ranks of an engine, by name; one with a subscription may have been restarted."""
+        """Set an engine's subscriptions, by rank's name; for a source that stays, the rank counts as restarted."""
         for name in [name for name, one in self._feeds.items() if one.owner is owner]:
             if name not in sources:
                 self.unwatch(name)
@@ -108,11 +108,11 @@ class Residency:
                 self.watch(name, source, owner)
 
     def known(self, prompt: Prompt) -> dict[str, int]:
-        """Number of a prompt's tokens in the own cache of each subscribed engine, by name."""
+        """By engine with a live subscription: number of the prompt's leading tokens in its own cache."""
         return {name: n for name, n in self.index.known(prompt).items() if self.heard(name) is not None}
 
     def heard(self, name: str) -> Cache | None:
-        """The cache of an engine whose events are complete; None: it has no subscription."""
+        """The cache of an engine with a live subscription; None: not connected, or still joining."""
         one = self._feeds.get(name)
         return None if one is None or not one.connected or one.joining else one.cache
 
@@ -122,7 +122,7 @@ class Residency:
         return self.index.block_life_s
 
     def page(self) -> dict[str, dict[str, Any]]:
-        """The state of the subscriptions, by engine."""
+        """The subscriptions, by engine, for the status page."""
         return {
             name: {
                 "connected": one.connected,

@@ -1,7 +1,7 @@
-"""The keys of a prompt's blocks: chained hashes of the tokens and of everything else that decides a block's KV.
+"""The keys of a prompt's blocks: chained hashes of the tokens and of everything else on which a block's KV depends.
 
-The keys are the gateway's own; the engines' hashes are mapped to them (cache.py) and never computed.  A key is 32
-bytes, of which the registry holds the first 8.
+The keys are the gateway's own; engines' block hashes are mapped to them (cache.py) and never computed here.  A key has
+32 bytes, of which the registry holds the first 8.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from kvstrata.native.core import chain_keys
 from kvstrata.rpc.cluster_wire import TAG_BYTES, tags_of
 
 MAX_ASKED = 512
-"""Blocks of a prompt that are asked for at most.  Of longer prompts only every second, third, … is, since a block is
-kept only while those before it are."""
+"""Maximum number of a prompt's blocks that are looked up.  Of a longer prompt, only every second, third, … block is,
+since a block is cached only while all blocks before it are."""
 
 _SECRET = secrets.token_bytes(32)
-"""Keys reveal nothing without this secret."""
+"""Without this secret, keys reveal nothing about tokens."""
 
 
 def root_of(block_tokens: int) -> bytes:
-    """The key before a chain's first block. The model is not in it, since each engine has one."""
+    """The key before a chain's first block. It does not depend on the model, since each engine has one."""
     return hashlib.blake2b(str(block_tokens).encode(), key=_SECRET, digest_size=32).digest()
 
 
 def extra_of(encoded: bytes) -> bytes:
-    """A digest of a block's extras, given as the msgpack array in which an engine publishes them."""
+    """The hash of a block's extras, which are given as the msgpack array that an engine publishes."""
     return hashlib.blake2b(encoded, digest_size=32).digest()
 
 
@@ -52,13 +52,13 @@ class Prompt:
     def __init__(
         self, tokens: Sequence[int] | array[int], *, adapter: str = "", salt: str = "", tenant: str = ""
     ) -> None:
-        """`tenant`: a tenant other than the engines' own, whose blocks they keep separate."""
+        """`tenant`: empty for the engines' own tenant; engines keep the blocks of other tenants apart."""
         self.tokens = tokens if isinstance(tokens, array) else array("I", tokens)
         self.adapter, self.salt, self.tenant = adapter, salt, tenant
         self._keys: dict[int, bytes] = {}
 
     def keys(self, block_tokens: int) -> bytes:
-        """The keys of its whole blocks, 32 bytes each."""
+        """The keys of its full blocks, 32 bytes each."""
         found = self._keys.get(block_tokens)
         if found is None:
             salt = f"tenant {self.tenant}\0{self.salt}" if self.tenant else self.salt
@@ -69,7 +69,7 @@ class Prompt:
         return found
 
     def tags(self, block_tokens: int) -> tuple[bytes, int]:
-        """The tags to ask for, and the number of blocks for which each stands: the last of so many."""
+        """The tags to look up, and the step between them in blocks: each is the tag of the last block of its step."""
         tags = tags_of(self.keys(block_tokens))
         step = -(-len(tags) // (TAG_BYTES * MAX_ASKED))
         if step > 1:

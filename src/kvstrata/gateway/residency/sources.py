@@ -1,4 +1,4 @@
-"""Finds where an engine publishes its KV events: from its own reply, or from the settings."""
+"""Finds where an engine publishes its KV events, from the settings or from the engine's own response."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ MAX_RANKS = 1_024
 
 
 class Source(NamedTuple):
-    """Where an engine publishes its events."""
+    """The endpoints at which an engine publishes its KV events."""
 
     endpoint: str
     """tcp://HOST:PORT; empty: it publishes none."""
     replay: str = ""
-    """Endpoint for replays; empty: there are none."""
+    """Endpoint of the replay; empty: it replays nothing."""
     topic: str = ""
 
 
 class _Publisher(msgspec.Struct):
-    """The entry of one rank's publisher in vLLM's /kv_event_sources."""
+    """The publisher of one rank in vLLM's response to /kv_event_sources."""
 
     enable_kv_cache_events: bool = False
     publisher: str | None = None
@@ -38,16 +38,16 @@ _decode = msgspec.json.Decoder(dict[int, _Publisher]).decode
 
 
 def source_of(settings: EngineSettings) -> Source | None:
-    """The source that the settings name; without a place if they say `off`, None if the engine is to be asked."""
+    """The source by the settings; without an endpoint if they say `off`; None if the engine is to be asked."""
     if settings.kv_events == OFF:
         return Source("")
     return Source(settings.kv_events, settings.kv_events_replay) if settings.kv_events else None
 
 
 def sources_in(body: bytes, host: str) -> list[Source]:
-    """The sources that an engine's answer names, at the engine's own host, in the order of its data-parallel ranks.
+    """The sources in an engine's response, at the engine's own host, in the order of its data-parallel ranks.
 
-    Empty if it publishes nothing.  Raises ValueError if it publishes what cannot be heard, or the answer is not vLLM's.
+    Empty if it publishes nothing.  Raises ValueError if the endpoints are unusable, or the response is not vLLM's.
     """
     try:
         ranks = _decode(body)
@@ -57,9 +57,9 @@ def sources_in(body: bytes, host: str) -> list[Source]:
         rank: one for rank, one in ranks.items() if one.enable_kv_cache_events and one.publisher != "null"
     }
     if len(there) > MAX_RANKS:
-        raise ValueError(f"its KV events are of {len(there)} data-parallel ranks, of at most {MAX_RANKS}")
+        raise ValueError(f"{len(there)} data-parallel ranks publish KV events, of at most {MAX_RANKS}")
     if 0 < len(there) < len(ranks):
-        raise ValueError(f"of its {len(ranks)} data-parallel ranks only {len(there)} publish KV events")
+        raise ValueError(f"only {len(there)} of its {len(ranks)} data-parallel ranks publish KV events")
     return [_source(one, host) for _, one in sorted(there.items())]
 
 
@@ -69,7 +69,7 @@ def _source(one: _Publisher, host: str) -> Source:
 
 
 def of_rank(source: Source, rank: int) -> Source:
-    """The source of a rank whose rank 0 publishes at `source`. Raises ValueError if its port is invalid."""
+    """The source of a rank; `source`: that of rank 0. Raises ValueError if the port would be above MAX_PORT."""
     return source._replace(endpoint=_above(source.endpoint, rank), replay=_above(source.replay, rank))
 
 
@@ -84,7 +84,7 @@ def _above(endpoint: str, rank: int) -> str:
 
 
 def _at(endpoint: str, host: str) -> str:
-    """An endpoint's port at the engine's host, so that an engine cannot make the gateway connect to other hosts."""
+    """An endpoint's port at the engine's host, so that an engine cannot make the gateway connect to another host."""
     scheme, _, rest = endpoint.partition("://")
     port = rest.rpartition(":")[2]
     if scheme != "tcp" or not port.isascii() or not port.isdigit() or not 0 < int(port[:6]) <= MAX_PORT:

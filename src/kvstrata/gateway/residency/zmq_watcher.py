@@ -1,6 +1,6 @@
 """The thread that receives the KV events of all engines: their sockets, replays and time limits.
 
-Batches are numbered from 0 in each run of an engine.  The publisher keeps the last ones and sends them again from a
+Batches are numbered from 0 in each run of an engine.  The publisher keeps the last batches and sends them again from a
 given number on (a replay).
 
     joining ──replay from 0──▶ in order ──gap, or silence──▶ asking ──replay from the next number──▶ in order
@@ -11,11 +11,11 @@ given number on (a replay).
 2. If missed batches cannot be replayed, all blocks of the engine are forgotten.
 3. The loop hands over engines and corrections by `post`; only this thread changes the caches.
 4. A replay has a socket of its own, so that late messages of an earlier replay are not mistaken for it.
-5. An engine that floods delays the others by one turn, and fills no memory: its messages wait at the engine, whose
-   publisher drops what is not received.  Replayed batches are received at once, since vLLM 0.32 silently drops what its
-   socket cannot hold; above REPLAY_QUEUED messages the rest waits.
-6. A defect of ours ends the subscription to one engine: its blocks are forgotten, and after a pause, which doubles, the
-   thread subscribes again.
+5. An engine that floods delays the others by one turn, and fills no memory here: its messages wait at the engine, whose
+   publisher drops those that are not received.  Replayed batches are received at once, up to REPLAY_QUEUED messages,
+   since vLLM 0.32 silently drops what its socket cannot hold.
+6. A defect of the gateway ends the subscription to one engine only: its blocks are forgotten, and after a pause, which
+   doubles, the thread subscribes again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.patience import patience
 
 TURN, TURN_BYTES = 32, 1 << 20
-"""Maximum number and bytes of one engine's messages that are handled before other engines have their turn."""
+"""Maximum messages, and bytes, of one engine that are processed before the other engines have their turn."""
 ASK_S = 0.1
 """Minimum time between two replays of one engine."""
 IDLE_S = 5.0
@@ -47,43 +47,43 @@ REPLAY_S = 5.0
 """Maximum time between two messages of a replay."""
 REPLAY_MESSAGES = 200_000
 QUEUED, REPLAY_QUEUED = 64, 2_000
-"""Maximum number of messages of an engine, and of its replay, that wait for this thread; further ones wait there."""
+"""Maximum messages of an engine, and of its replay, in the sockets' queues; further ones wait at the engine."""
 MESSAGE_BYTES = 4 << 20
-"""Maximum length of a message: a step of an engine stores at most some 100,000 tokens of 5 bytes each."""
+"""Maximum size of a message; a step of an engine stores at most about 100,000 tokens of 5 bytes each."""
 SWEEP_CELLS = 65_536
 ROUND_S = 0.5
 AGAIN_S, AGAIN_MAX_S = 1.0, 60.0
-"""Pause after a defect."""
+"""First and longest pause after a defect."""
 END = (-1).to_bytes(8, "big", signed=True)
 
 
 class Feed:
-    """Puts one engine's batches in order, by their numbers.
+    """The sequence of one engine's batches: applies them in order, and detects gaps and restarts.
 
-    Belongs to the thread of the watcher, but for its plain numbers.
+    Belongs to the watcher's thread; other threads may read its numbers.
     """
 
     def __init__(self, cache: Cache, source: Source, name: str = "", owner: object = None) -> None:
-        """`owner`: the object that subscribed, if it is kept beyond its name."""
+        """`owner`: the engine for which `Residency.listen` has subscribed."""
         self.cache, self.source, self.name, self.owner = cache, source, name, owner
         self.replays = replays = bool(source.replay)
-        """Whether the engine sends batches again."""
+        """Whether the engine can replay batches."""
         self.connected = False
         """Whether the engine is reachable: it is connected, or has answered a replay since the connection was lost."""
         self.error, self.failures = "", 0
-        """The last defect, and how many there were."""
+        """Text of the last defect, and number of defects."""
         self.asking = self.joining = replays
         """Whether a replay is needed or under way, and whether it is the first one of this connection."""
         self.next = 0 if replays else -1
         """The number of the next batch; -1: any."""
         self.batches = 0
         self.gaps = 0
-        """Number of times that batches were lost for good."""
+        """Number of losses of batches that could not be repaired."""
         self.restarts = 0
         """Number of times that the engine may have restarted."""
         self.malformed = 0
         self.whole = False
-        """Whether every event since the engine's start was received."""
+        """Whether all events since the engine's start have been applied."""
 
     @property
     def phase(self) -> str:
@@ -91,7 +91,7 @@ class Feed:
         return "joining" if self.joining else "asking" if self.asking else "in_order"
 
     def published(self, number: int, payload: bytes) -> bool:
-        """A batch has arrived. Returns whether a replay is needed first, after which the batch must be passed again."""
+        """Apply a received batch; returns True if a replay is needed first, after which this must be called again."""
         if number > self.next >= 0 and self.replays:
             self.asking = True
         if self.asking:
@@ -100,7 +100,7 @@ class Feed:
         return False
 
     def take(self, number: int, payload: bytes) -> None:
-        """Apply a batch, also of a replay, unless it was applied before; missing batches before it are lost."""
+        """Apply a batch, live or replayed, unless it was applied before; batches missing before it count as lost."""
         if number < self.next:
             return
         if not number:
@@ -119,7 +119,7 @@ class Feed:
             self._lost()
 
     def asked(self, *, answered: bool) -> None:
-        """The replay has ended, or failed."""
+        """Handle the end of a replay; `answered`: it was complete."""
         if answered and not self.next:
             self.whole = True
         elif not answered:
@@ -129,7 +129,7 @@ class Feed:
         self.asking = self.joining = False
 
     def restarted(self) -> None:
-        """The engine may have restarted."""
+        """Begin anew, since the engine may have restarted."""
         self.restarts += 1
         self.cache.emptied()
         self.whole = False
@@ -155,11 +155,11 @@ class Watcher:
         self._thread.start()
 
     def post(self, work: Callable[[], object]) -> None:
-        """Call this on the thread. From any thread."""
+        """Run `work` on the watcher's thread. May be called from any thread."""
         self._loop.call_soon_threadsafe(work)
 
     def watch(self, feed: Feed) -> None:
-        """Subscribe to an engine; if it has a subscription it may have restarted, so receive all its events again."""
+        """Subscribe to an engine; one that is subscribed already counts as restarted."""
 
         def work() -> None:
             if feed in self._tasks:
@@ -170,7 +170,7 @@ class Watcher:
         self.post(work)
 
     def unwatch(self, feed: Feed) -> None:
-        """Forget an engine."""
+        """End a subscription, and forget the engine's blocks."""
         self.post(lambda: self._close(feed))
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ class Watcher:
 
     def _run(self) -> None:
         name_thread()
-        os.nice(5)  # of this thread only: requests come first
+        os.nice(5)  # for this thread only, since requests have priority
         sweeping = self._loop.create_task(self._sweep())
         self._loop.run_forever()
         tasks = [sweeping, *self._tasks.values()]
@@ -205,13 +205,13 @@ class Watcher:
         feed.cache.forget()
 
     async def _keep(self, feed: Feed) -> None:
-        """Receive one engine's events until cancelled, restarting after each defect."""
+        """Receive one engine's events until cancelled; subscribes again after each defect."""
         pause_s = AGAIN_S
         while True:
             began_s = time.monotonic()
             try:
                 await _Hearing(feed, self._context, self._log).run()
-            except Exception as error:  # a defect of ours: what was heard is no longer kept up to date
+            except Exception as error:  # a defect of the gateway: the known blocks are no longer up to date
                 feed.error, feed.failures = f"{type(error).__name__}: {error}", feed.failures + 1
                 pause_s = (
                     AGAIN_S if time.monotonic() - began_s > AGAIN_MAX_S else min(2 * pause_s, AGAIN_MAX_S)
@@ -223,16 +223,16 @@ class Watcher:
 
 
 class _Hearing:
-    """One engine's sockets, until a defect. Belongs to the thread."""
+    """One engine's sockets, until a defect. Belongs to the watcher's thread."""
 
     def __init__(self, feed: Feed, context: zmq.Context[zmq.Socket[bytes]], log: EventLog) -> None:
         self.feed, self._context, self._log = feed, context, log
         self._woken = asyncio.Event()
-        """One of the sockets may have something."""
+        """Set when one of the sockets may have a message."""
         self._heard_s = time.monotonic()
-        """When the last batch came, or the last replay ended."""
+        """Time of the last batch, or of the end of the last replay if later."""
         self._asked_s = float("-inf")
-        """When the last replay began."""
+        """Time of the start of the last replay."""
 
     def _socket(self, kind: int, queued: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -243,7 +243,7 @@ class _Hearing:
 
     @contextlib.contextmanager
     def _read(self, *sockets: zmq.Socket[bytes]) -> Iterator[None]:
-        """Wake this coroutine when one of these sockets has something; close them at the end."""
+        """Set `_woken` when one of these sockets may have a message; closes the sockets at the end."""
         loop = asyncio.get_running_loop()
         for one in sockets:
             loop.add_reader(one, self._woken.set)
@@ -255,14 +255,14 @@ class _Hearing:
                 one.close()
 
     async def _wait(self) -> None:
-        """Wait until a socket may have something, or ROUND_S have passed."""
+        """Wait until a socket may have a message, for at most ROUND_S."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ROUND_S):
                 await self._woken.wait()
         self._woken.clear()
 
     async def run(self) -> None:
-        """Hear the engine until cancelled."""
+        """Receive the engine's events until cancelled."""
         feed, met = self.feed, False
         socket = self._socket(zmq.SUB, QUEUED)
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
@@ -285,7 +285,7 @@ class _Hearing:
                 socket.disable_monitor()
 
     def _connections(self, monitor: zmq.Socket[bytes], *, met: bool) -> bool:
-        """Join anew if the connection is another one than before; returns whether there was one."""
+        """Handle changes of the connection; a second one counts as a restart. Returns whether there has been one."""
         feed, fresh = self.feed, 0
         while monitor.poll(0):
             event = recv_monitor_message(monitor)["event"]
@@ -294,11 +294,11 @@ class _Hearing:
         if fresh and (met or fresh > 1):
             feed.restarted()
         elif fresh and feed.replays:
-            feed.asking = True  # what was published since the first replay was not heard
+            feed.asking = True  # batches after the first replay, before the connection, were not received
         return met or fresh > 0
 
     async def _published(self, socket: zmq.Socket[bytes]) -> bool:
-        """Take what has come, and mend a gap before the batch behind it. Returns whether the turn ended before that."""
+        """Process received messages, with a replay at a gap. Returns False if the queue is empty now."""
         feed, size = self.feed, 0
         for _ in range(TURN):
             try:
@@ -317,7 +317,7 @@ class _Hearing:
         return True
 
     async def _replay(self) -> None:
-        """Have the engine send again what follows the last batch, ASK_S after the last time or later."""
+        """Request and apply a replay of the batches after the last one, at least ASK_S after the previous replay."""
         feed, answered, size, count = self.feed, False, 0, 0
         feed.asking = True
         await asyncio.sleep(self._asked_s + ASK_S - time.monotonic())

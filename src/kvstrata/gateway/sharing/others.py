@@ -1,12 +1,12 @@
 """Applies the messages of other gateways: their requests in the engines' queues, and the prefixes that they sent.
 
-    unknown ─▶ known ──silent for SILENT_S──▶ forgotten        its next message makes it known anew
+    unknown ─▶ known ──silent for SILENT_S──▶ forgotten        its next message makes it known again
 
-1. A request of another gateway counts as one of ours in the queues and in the times of prompts, and never in the
-   numbers of requests that this gateway has under way.
-2. When a gateway is forgotten, all its requests end; so do those requests of a range that the range does not list.
+1. A request of another gateway counts like one of this gateway in the engines' queues and in the samples of prefill
+   rates, but not in this gateway's number of requests under way.
+2. When a gateway is forgotten, all its requests end; so do requests with numbers in a range that does not list them.
 3. At most MAX_GATEWAYS are known, with MAX_FLIGHTS requests each; further ones are ignored and counted.
-4. Names of unknown engines are ignored: gateways that share must use the same names.
+4. Events with unknown engines are ignored, since gateways that share must use the same names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstrata.patience import patience
 MAX_GATEWAYS = 64
 MAX_FLIGHTS = 1 << 16
 SILENT_S = 2.0
-"""Each gateway tells what it has under way every 0.5 s."""
+"""Time without a message after which a gateway is forgotten; each sends its requests under way every 0.5 s."""
 
 
 class Foreign(NamedTuple):
@@ -31,7 +31,7 @@ class Foreign(NamedTuple):
 
     engine: ServingEngine
     generation: int
-    """Of the engine, when it was sent."""
+    """The engine's generation when the request was sent."""
     flight: Flight
     keys: list[bytes]
 
@@ -43,21 +43,21 @@ class Others:
         self._fleet, self._prefixes, self._now_s = fleet, prefixes, now_s
         self._flights: dict[str, dict[int, Foreign]] = {}
         self._heard_s: dict[str, float] = {}
-        """By gateway: its requests by number, and when it was heard last."""
+        """By gateway: its requests by number, and the time of its last message."""
         self.ignored = 0
-        """Events and frames that exceed a bound, or name an engine that is not known here."""
+        """Number of events and frames that exceed a limit, or name an unknown engine."""
 
     def __len__(self) -> int:
-        """Gateways that are heard."""
+        """Number of known gateways."""
         return len(self._flights)
 
     @property
     def in_flight(self) -> int:
-        """Requests of other gateways under way."""
+        """Number of other gateways' requests under way."""
         return sum(map(len, self._flights.values()))
 
     def hear(self, frame: Frame) -> None:
-        """Apply a frame of another gateway. Raises ValueError, after what stands before the wrong request."""
+        """Apply a frame of another gateway. Raises ValueError for an invalid event; those before it stay applied."""
         if frame.gateway not in self._flights and len(self) >= MAX_GATEWAYS:
             self.ignored += 1
             return
@@ -77,9 +77,9 @@ class Others:
             self._ended(flights, number, answered=False)
 
     def _sent(self, flights: dict[int, Foreign], event: Sent, *, is_whole: bool) -> Foreign | None:
-        """A request is sent, or was before (`is_whole`: in a range). Returns None if it is ignored."""
+        """Add a request; `is_whole`: from a range, so sent earlier. Returns None if it is ignored."""
         if len(event.keys) % KEY_BYTES:
-            raise ValueError(f"keys: {len(event.keys)} bytes; they must be a multiple of {KEY_BYTES}")
+            raise ValueError(f"keys: must have a multiple of {KEY_BYTES} bytes, found {len(event.keys)}")
         keys = [event.keys[at : at + KEY_BYTES] for at in range(0, len(event.keys), KEY_BYTES)]
         engine = self._fleet.target(event.engine)
         if engine is None or len(flights) >= MAX_FLIGHTS:
@@ -88,7 +88,7 @@ class Others:
         how = Sending(streams=event.streams, ours=False)
         flight = engine.queue.send(event.uncached, self._now_s(), how)
         if event.loads or is_whole or event.state == "running":
-            flight.spoil()  # when it was sent is not known
+            flight.spoil()  # a load, or an unknown time of sending: no sample of the prefill rate
         flights[event.number] = known = Foreign(engine, engine.generation, flight, keys)
         self._note(known, ready_at_s=self._now_s() + event.ready_in_s)
         return known
@@ -105,7 +105,7 @@ class Others:
         self._prefixes.note(known.keys, name, generation, now_s, computed=computed, ready_at_s=ready_at_s)
 
     def forget_silent(self) -> list[str]:
-        """Forget the gateways that have said nothing for SILENT_S; returns their names."""
+        """Forget the gateways without a message for SILENT_S; returns their names."""
         since_s = self._now_s() - patience(SILENT_S)
         silent = [name for name, heard_s in self._heard_s.items() if heard_s < since_s]
         self._forget(silent)

@@ -1,8 +1,8 @@
 """The sockets between gateways: each gateway listens and sends to all others; all share one CURVE secret.
 
-1. Nothing waits for another gateway: a frame to a gateway that is gone, frozen or slow is dropped (rpc/zmq_link.py),
+1. Nothing waits for another gateway: frames to a gateway that is down, frozen or slow are dropped (rpc/zmq_link.py),
    and so are frames that arrive faster than they are handled (rpc/zmq_server.py).
-2. The public key of the common CURVE secret is kept as secret as the secret itself: a process without it can neither
+2. The public key of the shared CURVE secret is kept as secret as the secret itself: a process without it can neither
    listen in a gateway's place nor connect (rpc/zmq_curve.py, 2).
 3. All requests under way are announced every TURN_S, which shows that this gateway is alive and repairs lost messages.
 4. If a name also resolves to this gateway, it gets a link to itself, whose frames are ignored.
@@ -30,10 +30,10 @@ from kvstrata.rpc.zmq_link import AskLink, Links
 from kvstrata.rpc.zmq_server import Address, ZmqServer
 
 FLUSH_S = 0.01
-"""Longest time for which an event waits for others to be told with it."""
+"""Maximum time for which an event waits to be sent together with others."""
 TURN_S = 0.5
 RESOLVE_TURNS = 10
-"""Turns after which names are resolved again."""
+"""Number of turns between two resolutions of names."""
 MAX_LINKS = 256
 FIELD = "sharing.curve_file"
 
@@ -50,7 +50,7 @@ class Sharing:
         self._server = ZmqServer(self._loop, max_message_bytes=MAX_FRAME_BYTES + 64 * EVENT_BYTES)
         self._links = Links(self._loop)
         self._to: dict[str, AskLink] = {}
-        """By endpoint."""
+        """Links to other gateways, by endpoint."""
         self._flush: asyncio.TimerHandle | None = None
         self.frames = {"sent": 0, "unsent": 0, "heard": 0, "refused": 0}
         self.port = 0
@@ -71,7 +71,7 @@ class Sharing:
         self._server.start(self._heard, lambda _, __: b"")
 
     async def set(self, settings: SharingSettings) -> None:
-        """Tell exactly these gateways from now on; a name that cannot be resolved keeps the addresses it had."""
+        """Send to exactly these gateways from now on; if a name cannot be resolved, all current links stay."""
         self._settings = settings
         wanted: dict[str, None] = {}
         for one in settings.gateways:
@@ -79,11 +79,11 @@ class Sharing:
                 wanted.update(dict.fromkeys(await self._resolved(one.removeprefix(DNS))))
             else:
                 wanted[f"tcp://{one}"] = None
-        if settings is self._settings:  # no reload has replaced them meanwhile
+        if settings is self._settings:  # a reload may have replaced them meanwhile
             self._have(list(wanted)[:MAX_LINKS])
 
     async def keep(self) -> None:
-        """Tell what is under way, and forget who is silent, until cancelled."""
+        """Announce the requests under way and forget silent gateways, every TURN_S until cancelled."""
         turn = 0
         while True:
             await asyncio.sleep(TURN_S)
@@ -97,7 +97,7 @@ class Sharing:
                 await self.set(self._settings)
 
     def flush(self) -> None:
-        """Send what has been told."""
+        """Send all collected events."""
         if self._flush is not None:
             self._flush.cancel()
             self._flush = None
@@ -113,7 +113,7 @@ class Sharing:
         self._links.close()
 
     def page(self) -> dict[str, object]:
-        """What is told and heard, for operators."""
+        """The state of sharing, for the status page."""
         return {
             "name": self.teller.name,
             "to": {endpoint: link.connected for endpoint, link in sorted(self._to.items())},
@@ -124,7 +124,7 @@ class Sharing:
         }
 
     def counts(self) -> dict[str, int]:
-        """Frames and events by what became of them."""
+        """Numbers of frames and events, by outcome."""
         return {**self.frames, "untold": self.teller.dropped, "ignored": self.others.ignored}
 
     def _begin_flush(self) -> None:
@@ -154,7 +154,7 @@ class Sharing:
         return [f"tcp://[{one}]:{port}" if ":" in one else f"tcp://{one}:{port}" for one in addresses]
 
     def _heard(self, _: Address, frame: bytes) -> bool | None:
-        """Apply a frame; False: it is none."""
+        """Apply a received frame; False: it is invalid."""
         try:
             told = frame_of(frame)
             if told.gateway != self.teller.name:
@@ -168,18 +168,18 @@ class Sharing:
 
 
 def sharing_keys(path: str) -> ClusterKeys:
-    """The keys in the file that all gateways have. Raises ConfigError unless they have one secret only."""
+    """The keys in the file that all gateways share. Raises ConfigError unless it has exactly one secret."""
     keys = read_cluster_keys(path, FIELD)
     own = public_of(keys.secret)
     if keys.server != own or keys.clients != frozenset((own,)):
         raise ConfigError(
-            f"{FIELD}: {path}: has keys of several members; give all gateways that share a file with one line "
-            "`secret KEY`, the same for all",
+            f"{FIELD}: {path}: has keys of several members; give all gateways the same file, with the one line "
+            "`secret KEY`",
             field=FIELD,
         )
     return keys
 
 
 def piece_secret(keys: ClusterKeys) -> bytes:
-    """The secret of the keys of prompts' pieces, which is the same for all gateways with these keys."""
+    """The secret for the keys of prompts' pieces, equal in all gateways with these CURVE keys."""
     return hashlib.blake2b(keys.secret, digest_size=32, person=b"kvstrata-pieces").digest()

@@ -1,4 +1,4 @@
-"""Token ids of prompts that arrive as text, so that the choice of an engine knows the exact prefix.
+"""Computes the token ids of text prompts, so that the choice of an engine knows which prefix is cached exactly.
 
-The gateway uses `source.Tokens`; the extra `gateway-tokens` installs the packages that it needs.
+The gateway uses `source.Tokens`; the extra `gateway-tokens` installs the required packages.
 """

@@ -1,9 +1,9 @@
-"""Asks engines about token ids: the ids of a prompt, whether they agree with our own tokenizer, and whether they accept
-ids from us.
+"""Queries engines about token ids: the ids of a prompt, whether they equal the gateway's own, and whether the engine
+accepts ids from the gateway.
 
 Each feature of prompts (prompts.py) is tried with several texts in each position: the engine's `/tokenize` must give
-the same ids as ours for all of them.  An engine hands contents to the template as text or as lists of parts; the form
-that gives equal ids is the engine's.
+the same ids as the gateway's tokenizer for all of them.  An engine passes contents to the template as text or as lists
+of parts; the form that gives equal ids is the engine's.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
 PATH = "/tokenize"
 MAX_ANSWER_BYTES = 32 << 20
 REFUSED = frozenset((401, 403, 404, 405, 501))
-"""Statuses of an engine that does not serve a path at all."""
+"""Statuses by which an engine shows that it does not serve a path at all."""
 _TEXTS = (
     "What is 12345.67 € in ¥?  \n\tdef f(x):\n        return x  # ünï 日本語 🙂‍↔️ \r\n\n end ",
     "👩‍👩‍👧e\u0301ﬁİ\u200d's don't  9 :// 1234567890 \u00a0\u3000<||></s> \n \n\t x",
     "".join(map(chr, (*range(0x20, 0x250, 3), *range(0x370, 0x600, 5), *range(0x4E00, 0x9FA5, 700)))),
 )
-"""Blanks, digits, code, and characters of many scripts."""
+"""Texts with blanks, digits, code, and characters of many scripts."""
 _CALL_ID = "abcdefghi"
-"""Some templates insist on nine characters."""
+"""Id of a tool call; some templates require nine characters."""
 
 Agreed = frozenset[tuple[str, bool]]
 """Features on which an engine and a tokenizer agree, each with whether the template gets contents as lists of parts."""
 
 
 Ask = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]
-"""Posts a body to a path of one engine: status and answer."""
+"""Posts a body to a path of one engine, and returns the status and body of the response."""
 
 
 class Silent(Exception):
-    """An engine cannot be reached, or breaks off."""
+    """The engine cannot be reached, or its response is incomplete."""
 
 
 TokenIds = list[Annotated[int, Meta(ge=0, lt=1 << 32)]]
 
 
 class _Ids(msgspec.Struct):
-    """An answer of /tokenize (`tokens`), or of /render (`token_ids`) for one prompt."""
+    """A response of /tokenize (`tokens`), or of /render (`token_ids`), for one prompt."""
 
     tokens: TokenIds | None = None
     token_ids: TokenIds | None = None
     features: Any = None
-    """What stands for images and the like, which are no text."""
+    """Placeholders of images and other parts that are not text."""
 
 
 class _Usage(msgspec.Struct):
@@ -72,7 +72,7 @@ _ANSWER = msgspec.json.Decoder(_Answer)
 
 
 def asks(asker: Asker, place: Place) -> Ask:
-    """Questions to one engine; they raise Silent."""
+    """The `Ask` for one engine, which raises Silent."""
     headers = {"content-type": "application/json"}
     if place.api_key:
         headers["authorization"] = f"Bearer {place.api_key}"
@@ -87,7 +87,7 @@ def asks(asker: Asker, place: Place) -> Ask:
 
 
 def tokenized(body: bytes) -> array[int] | None:
-    """The ids in an answer of /tokenize, or of /render for one prompt of text; None if there are none."""
+    """The ids in a response of /tokenize, or of /render for one text prompt; None if the response has no such ids."""
     try:
         found = _IDS.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -101,7 +101,7 @@ def tokenized(body: bytes) -> array[int] | None:
 
 
 def reported(body: bytes) -> int | None:
-    """The number of a prompt's tokens that an engine's answer tells; None if it tells none."""
+    """The prompt's number of tokens in the `usage` of an answer; None if the answer has none."""
     try:
         return _ANSWER.decode(body).usage.prompt_tokens
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -109,17 +109,17 @@ def reported(body: bytes) -> int | None:
 
 
 class Verdict(NamedTuple):
-    """What came of a comparison."""
+    """The result of a comparison."""
 
     agreed: Agreed
     reasons: dict[str, str]
-    """Why a feature is not used, by feature."""
+    """By feature that is not used: the reason."""
     takes_ids: bool = False
-    """Whether the engine takes the ids of chats from the gateway."""
+    """Whether the engine accepts the ids of chats from the gateway."""
 
 
 def cases(feature: str, special: str) -> Iterator[dict[str, Any]]:
-    """The bodies with which a feature is tried. `special`: the tokenizer's own special token."""
+    """The request bodies with which a feature is tried. `special`: a special token of the tokenizer."""
     texts = [*_TEXTS, f"x{special} y{special}{special}\n"]
     for number in range(len(texts)):
         yield _case(feature, texts[number:] + texts[:number], variant=number)
@@ -155,7 +155,7 @@ def _case(feature: str, texts: list[str], *, variant: int) -> dict[str, Any]:
 
 
 async def verify(ask: Ask, model: str, tokenizer: OwnTokenizer) -> Verdict:
-    """What an engine agrees on with the tokenizer of a model. Raises Silent."""
+    """Compare an engine with a model's tokenizer, feature by feature. Raises Silent."""
     agreed: set[tuple[str, bool]] = set()
     reasons: dict[str, str] = {}
     for feature in FEATURES:
@@ -164,7 +164,7 @@ async def verify(ask: Ask, model: str, tokenizer: OwnTokenizer) -> Verdict:
             status, answer = await ask(PATH, msgspec.json.encode({"model": model, **case}))
             theirs = tokenized(answer) if status == 200 else None
             if theirs is None:
-                why = f"{PATH} answers {status}" if status != 200 else f"{PATH}: an unknown answer"
+                why = f"{PATH} answers {status}" if status != 200 else f"{PATH}: invalid response"
                 if status in REFUSED:
                     return Verdict(frozenset(), dict.fromkeys(FEATURES, why))
                 reasons[feature] = why
@@ -174,7 +174,7 @@ async def verify(ask: Ask, model: str, tokenizer: OwnTokenizer) -> Verdict:
                 ours = await asyncio.to_thread(_ours, tokenizer, case, parted)
                 if ours != theirs:
                     forms.remove(parted)
-                    reasons[feature] = f"{len(ours or [])} tokens here, {len(theirs)} there"
+                    reasons[feature] = f"{len(ours or [])} tokens here, {len(theirs)} at the engine"
             if not forms:
                 break
         if forms:
@@ -184,9 +184,9 @@ async def verify(ask: Ask, model: str, tokenizer: OwnTokenizer) -> Verdict:
 
 
 async def taken(ask: Ask, model: str, tokenizer: OwnTokenizer | None, *, renders: bool) -> bool:
-    """Whether an engine takes ids beside the text of a chat. Raises Silent.
+    """Whether an engine accepts ids in place of a chat's text. Raises Silent.
 
-    It is asked for one token of a text with the ids of a longer text. `renders`: whether it may be asked for these.
+    It gets a short text with a longer one's ids, and must report their number. `renders`: /render may give the ids.
     """
     longer = {"model": model, "messages": [{"role": "user", "content": "What is longer than one letter?"}]}
     ids = await asyncio.to_thread(_ours, tokenizer, longer, False) if tokenizer is not None else None

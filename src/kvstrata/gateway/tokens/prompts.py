@@ -1,8 +1,8 @@
-"""Reads the parts of a request's prompt from which its token ids can be computed here.
+"""Reads a request's prompt in the form from which the gateway can compute its token ids.
 
 A prompt's *features* are the parts of a chat template that it uses.  Each is verified separately (engines.py), since a
-template, or the engine around it, may treat one of them in its own way.  A field that is not known to leave the prompt
-unchanged makes the prompt `None`: unknown, never guessed.
+template, or the engine around it, may treat one of them in its own way.  With a field that might change the prompt in
+an unknown way, the prompt is `None` (unknown), never guessed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ results; with content in several parts; with the reasoning of earlier answers; w
 
 
 class Chat(NamedTuple):
-    """A conversation as templates get it."""
+    """A conversation in the form that templates get."""
 
     messages: list[dict[str, Any]]
     """Contents are text, or lists of texts for content in several parts."""
     tools: list[dict[str, Any]] | None
     open_ended: bool
-    """Whether the answer's beginning is added."""
+    """Whether the template adds the beginning of the answer (`add_generation_prompt`)."""
     options: dict[str, Any]
     """Further variables of the template."""
     features: frozenset[str]
@@ -39,12 +39,12 @@ class Text(NamedTuple):
 
     text: str
     special: bool
-    """Whether the tokenizer adds its special tokens, like one for the beginning."""
+    """Whether the tokenizer adds its special tokens, such as a BOS token."""
     features: frozenset[str] = frozenset((COMPLETION,))
 
 
 Nothing = Annotated[list[Any], Meta(max_length=0)] | Literal["", False] | None
-"""A field that changes no prompt as long as it says nothing."""
+"""A field that leaves the prompt unchanged if it is empty; other values are not accepted."""
 
 
 class _Part(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
@@ -73,7 +73,7 @@ class _Tool(Struct, tag_field="type", tag="function", forbid_unknown_fields=True
 
 
 class _Message(Struct, forbid_unknown_fields=True):
-    """Images and the like become tokens that only the engine knows, so contents are texts."""
+    """A message; its content must be text, since images and the like become tokens that only the engine knows."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | list[_Part] | None = None
@@ -88,7 +88,7 @@ class _Message(Struct, forbid_unknown_fields=True):
 
 
 class _Body(Struct, kw_only=True):
-    """What decides the prompt; other fields of a body are let alone."""
+    """The fields on which the prompt depends; other fields of a body are ignored."""
 
     truncate_prompt_tokens: None = None
     prompt_embeds: None = None
@@ -137,9 +137,9 @@ def _chat(body: _Chat) -> Chat | None:
     if any(
         one.role == "system" and "x-anthropic-billing-header" in str(one.content) for one in body.messages
     ):
-        return None  # which engines strip
+        return None  # engines strip this header from the prompt
     if body.tools is not None:
-        if body.tool_choice == "none":  # whether an engine leaves the tools out is one of its settings
+        if body.tool_choice == "none":  # an engine's settings decide whether it leaves the tools out
             return None
         features.add(TOOLS)
     options = dict(body.chat_template_kwargs or {})
@@ -153,7 +153,7 @@ def _chat(body: _Chat) -> Chat | None:
 
 
 def _message(message: _Message, features: set[str]) -> dict[str, Any]:
-    """A message as vLLM hands it to a template."""
+    """A message in the form in which vLLM passes it to a template."""
     content: str | list[str] = []
     if isinstance(message.content, str):
         content = message.content
@@ -179,7 +179,7 @@ def _message(message: _Message, features: set[str]) -> dict[str, Any]:
 
 
 def _call(call: _Call) -> dict[str, Any]:
-    """A call of a tool, whose arguments become an object."""
+    """A tool call, with its arguments decoded into an object."""
     arguments: Any = call.function.arguments
     if isinstance(arguments, str):
         try:
@@ -193,7 +193,7 @@ def _call(call: _Call) -> dict[str, Any]:
 
 
 def _tool(tool: _Declared) -> dict[str, Any]:
-    """A tool in the order of fields that vLLM gives it."""
+    """A tool, with its fields in vLLM's order."""
     of: dict[str, Any] = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     if tool.strict is not None:
         of["strict"] = tool.strict

@@ -1,14 +1,14 @@
-"""Gives the token ids of requests' prompts, under a deadline.
+"""Finds the token ids of requests' prompts, under a deadline.
 
-    given as ids ─▶ own tokenizer, as far as each engine of the model agrees with it ─▶ an engine's /render ─▶ unknown
+    given as ids ─▶ own tokenizer, for features on which all engines agree with it ─▶ an engine's /render ─▶ unknown
 
 With `pass_ids` the ids of a chat, whatever their source, are sent to the engine if it accepts ids.
 
 Invariants
 1. A tokenizer's ids are given only for prompts with features on which each serving engine of the model agrees with it.
-2. A request waits for at most `deadline_ms`; work that was begun continues, and helps the conversation's next turn.
-3. The prompt lengths that engines report are compared with ours.  A model whose ids are wrong repeatedly is degraded:
-   its prompts count as unknown until the settings are read again.
+2. A request waits for at most `deadline_ms`; the tokenization continues, and its cached result helps the next turn.
+3. The prompt lengths that engines report are compared with the gateway's.  A model whose ids are wrong repeatedly is
+   degraded: the ids of its prompts count as unknown until the settings are reloaded.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Numbers, counter
 
 THREADS = 2
-"""Threads that tokenise."""
+"""Number of threads that tokenise."""
 MAX_WAITING = 256
-"""Maximum number of prompts that wait for a thread; further ones are unknown at once."""
+"""Maximum number of prompts at the threads; the ids of further ones are unknown."""
 MISTAKES = 3
 MISTAKEN_SHARE = 0.01
-"""A model is degraded after this number of wrong lengths, if they are at least this share of those compared."""
+"""A model is degraded after MISTAKES wrong lengths, if they are at least MISTAKEN_SHARE of those compared."""
 VERIFY_S = 30.0
-"""Time for all questions to one engine; afterwards it is asked again."""
+"""Maximum time to verify one engine; after that it is tried again."""
 RENDERED = frozenset((CHAT, COMPLETIONS, "/v1/responses", "/v1/messages"))
 REFUSED_S = 60.0
-"""Time for which an engine that refuses /render is not asked again."""
+"""Time after which an engine that has refused /render is asked again."""
 OTHER = "other"
 
 
 class Known(NamedTuple):
-    """The token ids of a prompt, and where they are from."""
+    """The token ids of a prompt, and their source."""
 
     ids: array[int] | None
     how: str
-    """`tokenizer`, `render`, or why they are not known."""
+    """`tokenizer`, `render`, or the reason why the ids are unknown."""
     passes: bool = False
-    """Whether engines that take ids get them."""
+    """Whether the ids are passed to engines that accept ids."""
 
 
 class Tokens(Numbers):
@@ -92,19 +92,19 @@ class Tokens(Numbers):
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokens")
         self._waiting = 0
         self._verified: dict[tuple[str, str], tuple[ServingEngine, int, Verdict]] = {}
-        """By engine and model: what came of the comparison with one life of the engine."""
+        """By engine's name and model: the engine, its generation, and the verdict for this generation."""
         self._refused_s: dict[str, float] = {}
-        """When engines refused /render, by name."""
+        """By engine: time of its last refusal of /render."""
         self._compared: collections.Counter[str] = collections.Counter()
         self._wrong: collections.Counter[str] = collections.Counter()
-        """Of these, since the settings were read."""
+        """By model, since the last reload: number of compared prompt lengths, and of the wrong ones among them."""
         self.degraded: set[str] = set()
         self._log = EventLog("tokens")
 
     # -- requests ----------------------------------------------------------------------------------------------
 
     async def of(self, path: str, body: bytes, model: str, tenant: str) -> Known:
-        """The token ids of a request's prompt, unless they are not known in time."""
+        """The token ids of a request's prompt; unknown if they are not found within `deadline_ms`."""
         base = self._base(model)
         known = Known(None, "degraded" if base in self.degraded else "unknown_model")
         renders = self.settings.render and path in RENDERED
@@ -121,17 +121,17 @@ class Tokens(Numbers):
         self.counts[self._name(base), known.how] += 1
         if known.ids is None:
             return known
-        # The gateway's own parameters would stand beside those of the request.
+        # With parameters of the client's in the body, the gateway adds none of its own.
         passes = self.settings.pass_ids and path == CHAT and b'"kv_transfer_params"' not in body
         return known._replace(passes=passes and bool(known.ids))
 
     def takes_ids(self, engine: ServingEngine, model: str) -> bool:
-        """Whether an engine takes the ids of a model's chats from the gateway."""
+        """Whether an engine accepts the ids of a model's chats from the gateway."""
         verdict = self._verdict(engine.process, self._base(model) or model)
         return verdict is not None and verdict.takes_ids
 
     def reported(self, model: str, engine: str, ours: int, theirs: int) -> None:
-        """An engine tells how many tokens a prompt had whose ids `of` gave."""
+        """Compare a prompt's length by the ids from `of` (`ours`) with the engine's report (`theirs`)."""
         base = self._base(model)
         self._compared[base] += 1
         if ours == theirs:
@@ -143,9 +143,7 @@ class Tokens(Numbers):
         self._log.repeated(logging.WARNING, f"{base}/{engine}", "prompt_tokens_differ", **said)
         if base not in self.degraded and wrong >= max(MISTAKES, MISTAKEN_SHARE * self._compared[base]):
             self.degraded.add(base)
-            note = (
-                "token ids of this model's prompts are treated as unknown until the settings are read again"
-            )
+            note = "token ids of this model's prompts count as unknown until the settings are read again"
             self._log.error(
                 "tokens_degraded", model=base, mistakes=wrong, compared=self._compared[base], note=note
             )
@@ -162,15 +160,15 @@ class Tokens(Numbers):
         work = self._pool.submit(_work, self.tokenizers[model], agreed, path, body, self.memory, tenant)
         waits = asyncio.ensure_future(asyncio.wrap_future(work))
         waits.add_done_callback(self._worked)
-        return await asyncio.shield(waits)  # a request may go on without the ids
+        return await asyncio.shield(waits)  # the work continues if the request stops waiting
 
     def _worked(self, work: asyncio.Future[Known]) -> None:
         self._waiting -= 1
         if not work.cancelled():
-            work.exception()  # the request has it, if it still waits
+            work.exception()  # mark it as retrieved; a request that still waits gets it
 
     async def _rendered(self, path: str, body: bytes, model: str) -> Known | None:
-        """What an engine says; None if none is willing."""
+        """The ids from an engine's /render; None if no engine renders the request."""
         now_s = self._now_s()
         for engine in self._fleet.serving(model):
             if now_s - self._refused_s.get(engine.name, float("-inf")) < REFUSED_S:
@@ -183,7 +181,7 @@ class Tokens(Numbers):
                 ids = await asyncio.to_thread(tokenized, answer)
                 return Known(ids, "render" if ids is not None else "unsupported")
             if status not in REFUSED:
-                return None  # the engine will say to the client what is wrong with the request
+                return None  # the engine will report to the client what is wrong with the request
             self._refused_s[engine.name] = now_s
             self._log.repeated(
                 logging.WARNING, engine.name, "render_refused", engine=engine.name, status=status
@@ -191,39 +189,39 @@ class Tokens(Numbers):
         return None
 
     def _base(self, model: str) -> str:
-        """The model whose tokenizer a model has: its own, or that of the model to which it is an adapter."""
+        """The model whose tokenizer applies: the model itself, or the base model of an adapter; empty: unknown."""
         if model in self.tokenizers:
             return model
-        if not model:  # engines take their own
+        if not model:  # engines then use their own model
             served = {name for name in self._fleet.models() if name in self.tokenizers}
             return next(iter(served)) if len(served) == 1 == len(self._fleet.models()) else ""
         return self._fleet.parent(model)
 
     def _name(self, base: str) -> str:
-        """A model's name in counts, which are of a bounded number of models."""
+        """A model's label in counters, whose number is bounded."""
         return base if base in self.tokenizers else OTHER
 
     # -- verification ------------------------------------------------------------------------------------------
 
     def _verdict(self, engine: ServingEngine, model: str) -> Verdict | None:
-        """What came of the comparison with an engine; None: it was not compared since it began to serve."""
+        """The verdict on an engine; None: it was not compared since it last started to serve."""
         found = self._verified.get((engine.name, model))
         return found[2] if found is not None and found[:2] == (engine, engine.generation) else None
 
     def agreed(self, model: str) -> Agreed:
-        """What each serving engine of a model agrees on with its tokenizer."""
+        """The features on which all serving engines of a model agree with its tokenizer."""
         verdicts = [self._verdict(engine, model) for engine in self._fleet.serving(model)]
         each = [one.agreed if one is not None else frozenset() for one in verdicts]
         return frozenset.intersection(*each) if each else frozenset()
 
     async def keep_verified(self, every_s: Callable[[], float]) -> None:
-        """Verify engines that come, again and again."""
+        """Call `verify` every `every_s()`, until cancelled."""
         while True:
             await asyncio.sleep(every_s())
             await self.verify()
 
     async def verify(self) -> None:
-        """Compare tokenizers with all engines that were not compared yet."""
+        """Compare the tokenizers with all engines that were not compared yet."""
         passes_rendered = self.settings.render and self.settings.pass_ids
         await asyncio.gather(
             *(
@@ -265,7 +263,7 @@ class Tokens(Numbers):
     # -- the rest ----------------------------------------------------------------------------------------------
 
     def set(self, settings: TokenSettings, tokenizers: dict[str, OwnTokenizer]) -> None:
-        """Go by other settings. If they differ, all engines are compared anew."""
+        """Apply new settings. If they differ, all engines are compared again."""
         if (settings, tokenizers) != (self.settings, self.tokenizers):
             self._verified.clear()
         self.tokenizers = tokenizers
@@ -279,7 +277,7 @@ class Tokens(Numbers):
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def features(self) -> list[tuple[str, str, str, bool]]:
-        """Model, engine, feature, and whether they agree."""
+        """Rows of (model, engine, feature, whether the engine agrees)."""
         return [
             (model, engine, feature, feature in _features(verdict.agreed))
             for (engine, model), (_, _, verdict) in sorted(self._verified.items(), key=lambda item: item[0])
@@ -287,7 +285,7 @@ class Tokens(Numbers):
         ]
 
     def page(self) -> dict[str, Any]:
-        """At a glance."""
+        """The state for the status page."""
         return {
             "models": {
                 model: {
@@ -305,7 +303,7 @@ class Tokens(Numbers):
 def _work(
     tokenizer: OwnTokenizer, agreed: Agreed, path: str, body: bytes, memory: Memory, tenant: str
 ) -> Known:
-    """Tokenise a prompt, on a thread."""
+    """Tokenise a prompt. Runs on a thread."""
     prompt = prompt_in(path, body)
     if prompt is None:
         return Known(None, "unsupported")

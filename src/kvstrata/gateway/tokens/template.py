@@ -1,6 +1,6 @@
-"""Renders chat templates as transformers does, with the messages that vLLM passes to it.
+"""Renders chat templates like transformers, with the messages in the form in which vLLM passes them.
 
-The template is the operator's own file; Jinja's sandbox keeps it from anything but text.
+The template is the operator's own file; Jinja's sandbox restricts it to producing text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RESERVED = frozenset(
 
 
 class NotRendered(Exception):
-    """The template refuses this conversation, or fails on it."""
+    """The template refused this conversation, or failed on it."""
 
 
 class ChatTemplate:
@@ -31,7 +31,7 @@ class ChatTemplate:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         class Generation(Extension):
-            """`{% generation %}`, which marks what the model writes and shows nothing of its own."""
+            """`{% generation %}`, which marks the model's own text and adds no text."""
 
             tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 
@@ -57,9 +57,9 @@ class ChatTemplate:
         self._special = special
 
     def render(self, chat: Chat, *, parted: bool) -> str:
-        """The text of a conversation; `parted`: the template gets contents as lists of parts. Raises NotRendered."""
+        """Render a conversation; `parted`: the template gets contents as lists of parts. Raises NotRendered."""
         if chat.options.keys() & RESERVED:
-            raise NotRendered("a variable of the template that a request cannot set")
+            raise NotRendered("the request sets a reserved variable of the template")
         options = {name: value for name, value in chat.options.items() if name in self._variables}
         messages = [{**one, "content": _content(one, parted=parted)} for one in chat.messages]
         try:
@@ -70,7 +70,7 @@ class ChatTemplate:
                 add_generation_prompt=chat.open_ended,
                 **{**self._special, **options},
             )
-        except Exception as error:  # the boundary of a program that is not ours
+        except Exception as error:  # the boundary of the template's code
             raise NotRendered(f"{type(error).__name__}") from None
 
 
@@ -79,7 +79,7 @@ def _content(message: dict[str, Any], *, parted: bool) -> Any:
     texts = [content] if isinstance(content, str) else content
     if not parted:
         return "\n".join(text for text in texts if text)
-    if message["role"] == "tool":  # which most templates take as text only
+    if message["role"] == "tool":  # most templates accept only text for this role
         return "\n".join(texts)
     return [{"type": "text", "text": text} for text in texts]
 

@@ -1,6 +1,6 @@
-"""A model's own tokenizer: its `tokenizer.json` and chat template, read from a local folder.
+"""A model's tokenizer: its `tokenizer.json` and chat template, read from a local folder.
 
-It gives its *own* ids of a prompt; engines.py verifies whether an engine computes the same.
+It computes the ids of a prompt by itself; engines.py verifies that an engine computes the same ids.
 
 A text is cut so that the parts' tokens, joined, are those of the whole, and the tokens of each part are cached.  A
 tokenizer first searches its added tokens in the raw text, from left to right, and takes the longest where several
@@ -11,7 +11,7 @@ token that is *certain*, that is, found whatever text surrounds it.  An added to
    it (`lstrip` and `rstrip` are off);
 2. no other added token contains T or ends with a prefix of T, and T itself does not end with a prefix of T: then no
    token that begins before T's occurrence, or at its start, can cover a part of it.  No token that absorbs blanks
-   reaches into T, since T begins and ends with none;
+   reaches into T, since T neither begins nor ends with a blank;
 3. each part begins with T, so that the special treatment of the start of a text (an added blank) does not apply to it.
 """
 
@@ -40,19 +40,19 @@ NEEDED = ("tokenizers", "jinja2")
 """Modules of the extra `gateway-tokens`."""
 MAX_FILE_BYTES = 256 << 20
 MAX_TEXT_CHARS = 8 << 20
-"""Longest text that is tokenised here."""
+"""Maximum length of a text that is tokenised here."""
 BATCH_CHARS = 32 << 10
-"""Characters of parts that are tokenised in one call, so that their ids become Python objects a few at a time."""
+"""Characters of text per call of the tokenizer, so that only a few ids are Python objects at a time."""
 _PROBE_TURNS = 4
 MEMORY_BYTES = 64 << 20
-"""Ids of conversations' earlier turns; a token takes 4 bytes."""
+"""Maximum size of `Memory`; a token takes 4 bytes."""
 ENTRY_BYTES = 400
-"""Approximate size of an entry beside its ids: its key, its head, and its place in the dict."""
+"""Approximate size of an entry besides its ids: its key, its object header, and its place in the dict."""
 _SECRET = secrets.token_bytes(32)
 
 
 def certain(tokens: Iterable[AddedToken]) -> list[str]:
-    """The texts of added tokens that are found wherever they stand."""
+    """The texts of the certain ones among the added tokens (see the module)."""
     every = list(tokens)
     raw = [one for one in every if not (one.normalized or one.single_word or one.lstrip or one.rstrip)]
     return [one.content for one in raw if _is_certain(one.content, [each.content for each in every])]
@@ -70,7 +70,7 @@ def _is_certain(text: str, others: list[str]) -> bool:
 
 
 def parts_of(text: str, cut: str) -> list[str]:
-    """The text in parts; each but the first begins with `cut`, which may be empty for no cuts."""
+    """The text split into parts; each but the first begins with `cut`. Empty `cut`: one part."""
     if not cut:
         return [text]
     first, *rest = text.split(cut)
@@ -78,11 +78,11 @@ def parts_of(text: str, cut: str) -> list[str]:
 
 
 class Memory:
-    """What was tokenised before, by tenant, so that a conversation's next turn tokenises its new text only.
+    """Cache of parts' token ids, by tenant, so that a conversation's next turn tokenises only its new text.
 
-    A part's ids depend on nothing but the part, so each is remembered by itself, under a hash over tenant, model and
-    text.  No text is kept, and no tenant can learn by time what another one has sent.  The longest unused entry is
-    forgotten first, once all take more than MEMORY_BYTES.  Threads may use it at once.
+    A part's ids depend on nothing but the part, so each part has its own entry, under a hash over tenant, model and
+    text.  No text is kept, and no tenant can learn from response times what another one has sent.  The least recently
+    used entry is evicted first, once all take more than MEMORY_BYTES.  Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Memory:
         self._entries: collections.OrderedDict[bytes, array[int]] = collections.OrderedDict()
 
     def __len__(self) -> int:
-        """Parts that are remembered."""
+        """Number of cached parts."""
         return len(self._entries)
 
     def keys(self, context: bytes, parts: Iterable[str]) -> list[bytes]:
@@ -105,7 +105,7 @@ class Memory:
         return keys
 
     def find(self, keys: Iterable[bytes]) -> list[array[int] | None]:
-        """The ids of each part; None: not remembered."""
+        """The ids of each part; None: not cached."""
         with self._lock:
             found: list[array[int] | None] = []
             for key in keys:
@@ -116,7 +116,7 @@ class Memory:
             return found
 
     def add(self, key: bytes, ids: array[int]) -> None:
-        """Remember a part's ids, which nobody changes any more."""
+        """Cache a part's ids, which must not be changed afterwards."""
         with self._lock:
             if key in self._entries:
                 return
@@ -132,7 +132,7 @@ def _size(ids: array[int]) -> int:
 
 
 class OwnTokenizer:
-    """One model's tokenizer. Threads may use it at once."""
+    """One model's tokenizer. Thread-safe."""
 
     def __init__(self, model: str, folder: str, field: str) -> None:
         """Read the tokenizer of `model` from `folder`. Raises ConfigError, which names `field`."""
@@ -143,13 +143,13 @@ class OwnTokenizer:
         self.model, self.folder = model, folder
         self._field = field
         self.tokenizer = self._read_tokenizer(Path(folder))
-        """As the package `tokenizers` has it."""
+        """The object of the package `tokenizers`."""
         self._config = self._read_config(Path(folder))
         self.template = self._read_template(Path(folder))
         self._head = self._special_head()
         cuts = certain(self.tokenizer.get_added_tokens_decoder().values())
         self.cut = self._best_cut(cuts)
-        """The token before which texts are cut; empty: none is certain."""
+        """The token before which texts are cut; empty: texts are not cut."""
         self._context = f"{model}\0{folder}\0".encode()
 
     # -- use, on any thread ------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class OwnTokenizer:
     def ids_of(
         self, prompt: Chat | Text, *, parted: bool, memory: Memory | None = None, tenant: str = ""
     ) -> array[int] | None:
-        """The token ids of a prompt, with the help of what `memory` has; None if this tokenizer cannot tell.
+        """The token ids of a prompt; `memory`: a cache to use. None if this tokenizer cannot compute them.
 
         `parted`: the template gets contents as lists of parts.
         """
@@ -175,7 +175,7 @@ class OwnTokenizer:
         return self.encode(text, memory, tenant)
 
     def encode(self, text: str, memory: Memory | None = None, tenant: str = "") -> array[int] | None:
-        """The ids of a text without special tokens around it; None if it is too long."""
+        """The ids of a text, without added special tokens; None if it is longer than MAX_TEXT_CHARS."""
         if len(text) > MAX_TEXT_CHARS:
             return None
         parts = parts_of(text, self.cut)
@@ -185,7 +185,7 @@ class OwnTokenizer:
         return made
 
     def _remembered(self, parts: list[str], memory: Memory, tenant: str) -> list[array[int]]:
-        """The ids of parts; those that `memory` lacks are computed, and remembered."""
+        """The ids of parts, from `memory` or computed and added to it."""
         keys = memory.keys(self._context + tenant.encode() + b"\0", parts)
         found = memory.find(keys)
         missing = [at for at, ids in enumerate(found) if ids is None]
@@ -226,12 +226,12 @@ class OwnTokenizer:
                 raise self._fail(f"{path.name} is larger than {MAX_FILE_BYTES} bytes; check the path")
             return path.read_text("utf-8")
         except FileNotFoundError:
-            raise self._fail(f"has no {path.name}; give the folder of the model that has it") from None
+            raise self._fail(f"has no {path.name}; give the model's folder with this file") from None
         except (OSError, UnicodeDecodeError) as error:
             raise self._fail(f"{path.name} cannot be read: {error}") from None
 
     def _read_tokenizer(self, folder: Path) -> Tokenizer:
-        # Each request has one thread; further ones would take the event loop's core from it.
+        # Each request uses one thread; more threads would compete with the event loop for its core.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from tokenizers import Tokenizer
 
@@ -274,7 +274,7 @@ class OwnTokenizer:
             raise self._fail(f"its chat template is invalid: {error}") from None
 
     def _special_head(self) -> array[int] | None:
-        """What is put before the ids of a text with special tokens; None if that is not all that is done to it."""
+        """The special tokens that are put before a text; None if special tokens change its ids in another way."""
         head = self._whole("")
         for text in ("x", " two words\n"):
             if self._whole(text) != head + array("I", self._batch([text])[0]):
@@ -282,7 +282,7 @@ class OwnTokenizer:
         return head
 
     def _best_cut(self, cuts: list[str]) -> str:
-        """The token that most often begins a part of a conversation."""
+        """The certain token that occurs most often in a rendered conversation; empty: none is frequent enough."""
         if self.template is None:
             return ""
         turns = [{"role": role, "content": "x"} for role in ("user", "assistant") * _PROBE_TURNS]
