@@ -1,4 +1,4 @@
-"""This controller's state of the cluster: handles instances' messages and admins' orders, on one loop.
+"""This controller's state of the cluster: handles instances' messages and admins' orders on one event loop.
 
 Messages (answers.py) and the HTTP API (admin.py) both arrive here.  Only `register` and `outcome` wait for instances,
 for a bounded time.
@@ -52,13 +52,13 @@ if TYPE_CHECKING:  # importing it needs the client library of etcd
 
 TICK_S = 0.25
 REACH_S = 2.0
-"""Time limit for a registering instance to answer at its control port."""
+"""Maximum time for a registering instance to answer at its control port."""
 ONLY_ASKING = (AskStatus, AskClaims, AskShared)
-"""Operations that change nothing; they are sent all the time, so their success is not an event."""
+"""Operations that change nothing; they are sent often, so their success is not recorded as an event."""
 
 
 class Cluster(Numbers):
-    """The state of the cluster in this controller."""
+    """The state of the cluster, as this controller knows it. Belongs to the event loop."""
 
     hits_total = counter(
         "Chunks that lookups at instances asked for, by the source that had them, or `miss`.",
@@ -79,7 +79,7 @@ class Cluster(Numbers):
         election: Election | None = None,
         listed: Callable[[], Listed | None] = lambda: None,
     ) -> None:
-        """`listed`: see InstanceKeys. `keys`: for this controller's requests to instances."""
+        """`listed`: see InstanceKeys. `keys`: this controller's keys for connections to instances."""
         self.settings = settings
         self.name = name
         self.clock = clock
@@ -88,7 +88,7 @@ class Cluster(Numbers):
         self.orders = orders
         self._own_keys = keys
         self._resume: dict[int, int] = {}
-        """Group → cursor from which a member of the snapshot is followed."""
+        """By group: the cursor from which following a member of the snapshot continues."""
         self.journal = Journal(clock, epoch * 1000)
         self._followers = Followers(
             supervisor,
@@ -120,7 +120,7 @@ class Cluster(Numbers):
     # --- messages of instances, with the keys of their connections ------------------------------------------
 
     async def register(self, told: Register, key: str) -> None:
-        """An instance registers, possibly again; a new one must first answer at its control port.
+        """Register an instance, or update its registration; a new control port must answer first.
 
         Raises as `Members.check`, and UnreachableInstance.
         """
@@ -142,7 +142,7 @@ class Cluster(Numbers):
             self.settle()
 
     def goodbye(self, told: Goodbye, key: str) -> None:
-        """An instance leaves. Raises UnknownInstance, WrongKey."""
+        """Remove an instance that leaves. Raises UnknownInstance, WrongKey."""
         self.members.goodbye(told, key)
         self.settle()
 
@@ -152,7 +152,7 @@ class Cluster(Numbers):
         return self._followers.links.ask(told.control_endpoint, keys=self._own_keys.to(key), few=True)
 
     async def _reach(self, told: Register, key: str) -> AskLink:
-        """A link to the control port of an instance, which has answered there. Raises UnreachableInstance."""
+        """Connect to an instance's control port, and check that the instance answers. Raises UnreachableInstance."""
         try:
             link = self._link(told, key)
         except Unavailable as error:
@@ -174,44 +174,44 @@ class Cluster(Numbers):
         )
 
     def _follow(self, member: Member, link: AskLink) -> None:
-        """Follow a member over this link, from the directory's cursor if it has one."""
+        """Follow a member over this link; if the directory has its contents already, only the changes since."""
         member.follower = self._followers.follow(
             member.group, member.told, link, _Heard(self, member),
             before=member.follower, cursor=self._resume.pop(member.group, None),
         )  # fmt: skip
 
     def cursors(self) -> dict[int, int]:
-        """Group → number of the first change, of each member in step, that the directory has not got."""
+        """By group, for confirmed members: the number of the first change that the directory does not have."""
         found = {one.group: one.follower.cursor for one in self.members if one.follower and one.confirmed}
         return {group: cursor for group, cursor in found.items() if cursor is not None}
 
     def resume(self, instance: str, cursor: int) -> None:
-        """Follow a member of the snapshot from this cursor on, when it has registered."""
+        """Set the cursor from which a member of the snapshot is followed when it registers."""
         member = self.members.get(instance)
         if member is not None:
             self._resume[member.group] = cursor
 
     def list_restored(self) -> None:
-        """The snapshot's placements are incomplete: list all members that were to be followed from it."""
+        """List all members anew that were followed from the snapshot, since its placements are incomplete."""
         self._resume.clear()
         for member in self.live():
             if member.follower is not None and not member.follower.lists:
                 member.follower.list_anew("snapshot_ignored")
 
     def heard(self, member: Member, condition: Condition | None) -> None:
-        """A member has answered."""
+        """Handle a member's answer; `condition`: None if it is unchanged."""
         before = member.condition.load.hits_total
         self.members.heard(member, condition, self._now())
         if condition is not None:
             self.ranking.forget_referred(member.id)
             for source, count in member.condition.load.hits_total.items():
-                # A member that is heard for the first time may have counted for long.
+                # The first condition of a member may have counts from long before; only growth counts here.
                 self.hits_total[source] += max(0, count - before.get(source, count))
             self.leadership.check_obeys(member, condition.obeys)
         self.settle()
 
     def list_anew(self, member: Member) -> None:
-        """List a member's chunks again, by order of an admin. Raises Unavailable."""
+        """List a member's chunks again, for an admin. Raises Unavailable."""
         if member.follower is None or member.state is not MemberState.LIVE:
             raise Unavailable(
                 f"instance: {member.id} is {member.state}; only a live instance can be listed",
@@ -222,7 +222,7 @@ class Cluster(Numbers):
     # --- requests of admins ---------------------------------------------------------------------------------
 
     def readiness(self) -> tuple[bool, str]:
-        """Whether requests are served, and if not, why."""
+        """Whether requests are served, and if not, the reason."""
         return not self._ready, self._ready
 
     def set_ready(self, why_not: str = "") -> None:
@@ -230,7 +230,7 @@ class Cluster(Numbers):
         self._ready = why_not
 
     def leadership_changed(self) -> None:
-        """Another controller leads now, or none: end commands that only a leader may send."""
+        """Handle a change of the leader; without the lead, end all commands, which only a leader may send."""
         self.leadership.changed()
         if self.leadership.token is None:
             for member in self.members:
@@ -252,7 +252,7 @@ class Cluster(Numbers):
     def issue(
         self, member: Member, operation: Operation, *, ttl_s: float = COMMAND_TTL_S, quiet: bool = False
     ) -> Command:
-        """Issue a command to a member; the success of a `quiet` one is not an event.
+        """Issue a command to a member; the success of a `quiet` one is not recorded as an event.
 
         Raises NotLeading, Unavailable, Refused.
         """
@@ -261,7 +261,7 @@ class Cluster(Numbers):
         return self.commands.issue(member, operation, self._now(), ttl_s, quiet=quiet)
 
     async def outcome(self, issued: Sequence[Command], wait_s: float) -> bool:
-        """Wait until these commands have ended, at most `wait_s`; returns whether all have. The commands continue."""
+        """Wait up to `wait_s` until these commands have ended; returns whether all have. The others continue."""
         try:
             async with asyncio.timeout(wait_s):
                 for one in issued:
@@ -273,21 +273,21 @@ class Cluster(Numbers):
     # --- periodic -------------------------------------------------------------------------------------------
 
     async def keep_time(self) -> None:
-        """Find dead members, until cancelled."""
+        """Find dead members every TICK_S, until cancelled."""
         while True:
             self.members.tick(self._now())
             self.settle()
             await asyncio.sleep(TICK_S)
 
     async def keep_orders(self) -> None:
-        """Write the keys of instances periodically, until cancelled."""
+        """Write newly learnt keys and changed orders every TICK_S, until cancelled."""
         while True:
             try:
                 if self.leadership.token is not None:
                     await self.orders.write_keys()
                 await self.orders.save()
             except NotLeading:
-                pass  # the leader does it
+                pass  # the leader writes them
             await asyncio.sleep(TICK_S)
 
     def settle(self) -> None:
@@ -309,7 +309,7 @@ class Cluster(Numbers):
         outbox.clear()
 
     async def close(self) -> None:
-        """Stop following, and end the threads. The cluster must not be used afterwards."""
+        """Stop following all members, and end the threads. The cluster must not be used afterwards."""
         await self._followers.close()
 
     # --- inside ---------------------------------------------------------------------------------------------
@@ -335,12 +335,12 @@ class Cluster(Numbers):
         self.settle()
 
     def _change_failed(self, group: int, reason: str) -> None:
-        """The directory was full for some placements. Lookups miss these chunks; nothing else is affected."""
+        """Record that the directory is full. Lookups miss the placements left out; nothing else is affected."""
         self.journal.say("directory_full", reason=reason)
 
 
 class _Heard(Listener):
-    """The callbacks of one member's follower."""
+    """Receives one member's answers from its follower."""
 
     def __init__(self, cluster: Cluster, member: Member) -> None:
         self._cluster, self._member = cluster, member

@@ -1,7 +1,7 @@
 """Commands of a controller to its instances; each is sent once, to the instance's control port, and ends once.
 
-1. A command that was sent may have been carried out although no reply came: its connection ended, it expired, the
-   member is gone, or this controller no longer leads.  No command is sent again.
+1. A command that was sent may have been carried out although no reply came, because its connection ended, it expired,
+   the member left, or this controller no longer leads.  No command is sent again.
 2. At most MAX_SENT (member.py) commands of a member are sent at a time; at most MAX_WAITING have not ended.
 3. The outcome of a command is published as an event (cluster.py) and kept nowhere else.
 """
@@ -21,7 +21,7 @@ from kvstrata.rpc.cluster_wire import Do, Operation, Outcome
 MAX_WAITING = 256
 COMMAND_TTL_S = 600.0
 ANSWER_S = 2.0
-"""Time limit for the answer, beyond the command's own deadline."""
+"""Additional time for the reply to arrive, beyond the command's own."""
 
 
 class Result(NamedTuple):
@@ -31,20 +31,20 @@ class Result(NamedTuple):
     message: str
     """Why the command failed; empty if it succeeded."""
     body: Mapping[str, Any] = MappingProxyType({})
-    """The `count` of changed objects, or the requested document."""
+    """The `count` of changed items, or the requested document."""
 
 
 class Command:
-    """An operation for an instance to carry out, and its outcome."""
+    """An operation for an instance, and its outcome."""
 
     def __init__(
         self, number: int, member: Member, operation: Operation, now_s: float, *, quiet: bool
     ) -> None:
-        """`quiet`: its success is not an event."""
+        """`quiet`: its success is not recorded as an event."""
         self.number, self.member, self.operation, self.issued_s = number, member, operation, now_s
         self.quiet = quiet
         self.result: Result | None = None
-        """Set once, by the instance's answer or by the failure to get one."""
+        """Set once: the instance's reply, or the reason why there is none."""
         self.ended = asyncio.Event()
         """Set with `result`."""
         self.task: asyncio.Task[None] | None = None
@@ -58,7 +58,7 @@ class Commands:
     ) -> None:
         """`first_number` must be greater than the number of any earlier command.
 
-        `proof()`: token and cluster id of this controller's leadership.  `ended` is called for each that has ended.
+        `proof()`: token and cluster id of this controller's leadership.  `ended` is called when a command has ended.
         """
         self._numbers = itertools.count(first_number)
         self._proof = proof
@@ -67,7 +67,7 @@ class Commands:
     def issue(
         self, member: Member, operation: Operation, now_s: float, ttl_s: float, *, quiet: bool
     ) -> Command:
-        """Make a command, which is sent as soon as fewer than MAX_SENT are. Raises as `check_room`."""
+        """Create a command, which is sent when fewer than MAX_SENT are under way. Raises as `check_room`."""
         self.check_room(member, 1)
         command = Command(next(self._numbers), member, operation, now_s, quiet=quiet)
         member.waiting[command.number] = command
@@ -89,7 +89,7 @@ class Commands:
             )
 
     def end_all(self, member: Member, why: str) -> None:
-        """End all commands of a member."""
+        """End all of a member's commands as failed; `why`: the message."""
         for command in list(member.waiting.values()):
             if command.task is not None:
                 command.task.cancel()

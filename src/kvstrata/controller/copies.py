@@ -1,14 +1,14 @@
-"""Copies hot prefixes to several instances ahead of time, so that the death of an instance costs its users little.
+"""Copies hot prefixes to several instances ahead of time, so that the loss of an instance costs users little.
 
 The leader asks all instances every STEP_S which prefixes their requests share (server/cluster/shared.py), and how often
 the prefixes that it already tracks were requested.
 
 1. A prefix's worth is the computing time that it saves per second: requests per second × the time to compute those of
    its chunks that no shorter hot prefix has.
-2. The worth per GB decides on how many instances a prefix should be (`wanted`), spread over as many zones as exist.
-3. If fewer instances hold it, one more gets it, in a zone and on a host without a copy (`places`).  So prefixes that
-   were lost with an instance, or by its restart, are copied again from another one.
-4. One copy is under way at a time, in pieces of PIECE_S of the allowed rate, so users' reads wait for a piece at most.
+2. The worth per GB determines on how many instances a prefix should be (`wanted`), spread over as many zones as exist.
+3. If fewer instances hold it, one more gets it, if possible in a zone and on a host without a copy (`next_place`).  So
+   prefixes that were lost with an instance, or by its restart, are copied again from another one.
+4. One copy is under way at a time, in pieces of PIECE_S at the allowed rate, so users' reads wait for at most a piece.
 5. All state is in memory: the instances know which prefixes are hot, and the directory knows which chunks they hold.
 """
 
@@ -39,39 +39,39 @@ if TYPE_CHECKING:
 STEP_S = 10.0
 ANSWER_S = 5.0
 FIRST_WORTH, MORE_WORTH = 0.05, 8.0
-"""Worth (seconds of computing saved per second and GB) that justifies a second copy, and the factor for each further
-one.  One more GB of an L1 of 128 GB saves some 0.005 for an engine that computes all the time."""
+"""Worth per GB (seconds of computing saved per second) that justifies a second copy; factor for each further copy.  For
+comparison, one more GB in an L1 of 128 GB saves an always busy engine about 0.005."""
 LESS = 0.5
-"""Factor of the worth that justifies a copy, below which the copy is no longer wanted."""
+"""Hysteresis: an existing copy stays wanted until the worth is below this share of the threshold."""
 MEMORY_S = 45.0
-"""Time in which requests lose two thirds of their weight."""
+"""Time constant of the average rate of requests (after it, a request's weight is 1/e)."""
 COLD_S = 1e-3
 """Requests per second below which a prefix is forgotten."""
 MAX_SHARE = 8
-"""A prefix may be copied if it takes at most 1/8 of the L1."""
+"""A prefix may take at most 1/MAX_SHARE of an instance's L1."""
 PIECE_S = 0.1
 RETRY_S = 60.0
-"""Time until an instance to which a copy has failed gets the prefix again."""
+"""Time after a failed copy until the same instance may get the prefix again."""
 LIFE_S = 600.0
-"""Time without a use after which a copy counts as useless."""
+"""Time after which a copy without a use counts as never used."""
 MAX_COPIES = 1_024
 MAX_HOLDERS = 64
 MB = GB >> 10
 
 
 class Place(NamedTuple):
-    """An instance."""
+    """An instance as the source or target of a copy."""
 
     name: str
     zone: str
     host: str
     has: int = 0
-    """Number of leading chunks of the prefix that it has."""
+    """Number of the prefix's leading chunks that it holds."""
     load: float = 0.0
 
 
 def wanted(worth_gb: float, before: int, places: int) -> int:
-    """The number of instances, of `n`, that should have a prefix of this worth per GB; `before`: the number so far."""
+    """The number of instances, of `places` at most, that should hold a prefix; `before`: the previous number."""
     number, least = 1, FIRST_WORTH
     while number < places and worth_gb >= least * (LESS if number < before else 1.0):
         number, least = number + 1, least * MORE_WORTH
@@ -79,9 +79,9 @@ def wanted(worth_gb: float, before: int, places: int) -> int:
 
 
 def next_place(holders: Sequence[Place], others: Sequence[Place], number: int) -> Place | None:
-    """The next instance for a prefix; None if enough instances, in enough zones, have it.
+    """The instance of `others` that should get a prefix; None if `number` instances in enough zones hold it.
 
-    The zone of an instance without one is its host.
+    An instance without a zone counts as being in a zone of its host.
     """
     zones = {_zone(one) for one in holders}
     new = {_zone(one) for one in others} - zones
@@ -94,7 +94,7 @@ def next_place(holders: Sequence[Place], others: Sequence[Place], number: int) -
 
 
 def _is_sound(prefix: SharedPrefix) -> bool:
-    """Whether the numbers of keys in an instance's report are consistent and fit into one command."""
+    """Whether the numbers of keys in an instance's report are consistent, and fit into one command."""
     n_slices, (n_chunks, rest) = len(prefix.slices), divmod(len(prefix.chain), KEY_BYTES)
     return (
         not rest
@@ -109,7 +109,7 @@ def _zone(one: Place) -> str:
 
 
 class Hot:
-    """A prefix that recent requests have asked for."""
+    """A prefix that recent requests have in common."""
 
     def __init__(self, told: SharedPrefix) -> None:
         self.end = nth(told.chain, count(told.chain) - 1)
@@ -131,25 +131,25 @@ class Hot:
 
     @property
     def worth_gb(self) -> float:
-        """The same per GB."""
+        """`worth` per GB."""
         return self.worth * GB / (self.own_chunks * self.chunk_bytes)
 
 
 class Copy:
-    """A copy, until it is known whether it arrived in time."""
+    """A copy whose outcome is not known yet."""
 
     def __init__(self, begun_s: float) -> None:
         self.begun_s = begun_s
         self.arrived_s: float | None = None
         self.is_late = False
-        """Whether it was requested before it had arrived."""
+        """Whether a request asked for it before it had arrived."""
 
 
 class Copies(Numbers):
     """Copies hot prefixes. Belongs to the event loop."""
 
     outcomes = counter(
-        "Copies made ahead of requests: used; late (arrived after the request); unused for ten minutes; failed.",
+        "Copies made ahead of requests: `used`, `late` (after the request), `never` used in ten minutes, `failed`.",
         "outcome",
         name="copies",
     )
@@ -159,16 +159,16 @@ class Copies(Numbers):
         self._cluster = cluster
         self.bytes_s = cluster.settings.copies_mb_s * MB
         self.wake = asyncio.Event()
-        """Set when an instance has gone."""
+        """Set when an instance is lost."""
         self._hot: dict[bytes, Hot] = {}
-        """Hot prefixes by the key of their last chunk."""
+        """By `Hot.end`, the key of the prefix's last chunk."""
         self._copies: dict[tuple[bytes, str], Copy] = {}
-        """Copies by the prefix's last key and the name of the instance."""
+        """By `Hot.end` and name of the instance."""
         self._failed_s: dict[tuple[bytes, str], float] = {}
         self._log = EventLog("copies")
 
     async def keep(self) -> None:
-        """Run a step every STEP_S, and when an instance has gone, until cancelled."""
+        """Run a step every STEP_S, and at once when an instance is lost, until cancelled."""
         while True:
             self.wake.clear()
             ends_s = self._now() + STEP_S
@@ -181,7 +181,7 @@ class Copies(Numbers):
                     await self.wake.wait()
 
     async def step(self, ends_s: float) -> None:
-        """Ask for hot prefixes, and until `ends_s` copy those that too few instances hold, in order of worth."""
+        """Ask instances for hot prefixes, and until `ends_s` copy those with too few holders, the worthiest first."""
         await self._ask()
         for hot in sorted(self._hot.values(), key=lambda one: -one.worth_gb):
             arrived: set[str] = set()
@@ -191,7 +191,7 @@ class Copies(Numbers):
                 arrived.add(found[1].id)
 
     def page(self) -> dict[str, Any]:
-        """The page for operators."""
+        """The state for operators."""
         rows = sorted(self._hot.values(), key=lambda one: -one.worth)
         return {
             "allowed_bytes_s": round(self.bytes_s),
@@ -228,7 +228,7 @@ class Copies(Numbers):
         self._judge(ends, told)
 
     async def _learn(self, ends: Sequence[bytes], told: Sequence[Shared]) -> None:
-        """Update the request rates of hot prefixes, and add new ones."""
+        """Update the rates of known prefixes, and add new ones."""
         newest = -math.expm1(-max((one.seconds for one in told), default=0.0) / MEMORY_S)
         for number, end in enumerate(ends):
             hot = self._hot[end]
@@ -241,7 +241,7 @@ class Copies(Numbers):
             if not _is_sound(prefix):
                 continue
             end = nth(prefix.chain, count(prefix.chain) - 1)
-            if end not in self._hot:  # a millisecond for the longest
+            if end not in self._hot:  # on a thread, since the longest prefix takes a millisecond
                 self._hot[end] = await asyncio.get_running_loop().run_in_executor(None, Hot, prefix)
             if end not in known:
                 self._hot[end].requests_s += prefix.requests_s
@@ -250,7 +250,7 @@ class Copies(Numbers):
             self._hot = {end: self._hot[end] for end in best}
 
     def _judge(self, ends: Sequence[bytes], told: dict[str, Shared]) -> None:
-        """Decide which copies arrived in time."""
+        """Determine the outcomes of copies."""
         numbers, now_s = {end: number for number, end in enumerate(ends)}, self._now()
         for (end, name), copy in list(self._copies.items()):
             number, of = numbers.get(end, -1), told.get(name)
@@ -277,9 +277,9 @@ class Copies(Numbers):
     # --- copying --------------------------------------------------------------------------------------------
 
     async def _lacks(self, hot: Hot, arrived: set[str]) -> tuple[Member, Member, int] | None:
-        """Source and target of the next copy, and the chunks already at the target; None: enough instances hold it.
+        """Source and target of the next copy, and the chunks that the target has already; None: enough hold the prefix.
 
-        `arrived`: instances that have it although the directory may not know yet.
+        `arrived`: instances that have just got it, which the directory may not know yet.
         """
         cluster, named = self._cluster, hot.named
         found = await cluster.lookups.hits(
@@ -304,7 +304,7 @@ class Copies(Numbers):
         return source, target, 0 if any(named.spans) else to.has
 
     def _may_get(self, hot: Hot, member: Member) -> bool:
-        """Whether an instance's engines could use the prefix, and its L1 has space for it."""
+        """Whether an instance's engines can use the prefix, it fits into L1, and no copy has failed recently."""
         n_bytes = hot.named.n_chunks * hot.chunk_bytes
         retry_s = self._failed_s.get((hot.end, member.id), float("-inf")) + RETRY_S
         return (
@@ -314,7 +314,7 @@ class Copies(Numbers):
         )
 
     async def _copy(self, hot: Hot, source: Member, target: Member, has: int, ends_s: float) -> bool:
-        """Copy a prefix as far as the time allows; the next step continues. Returns whether all of it has arrived."""
+        """Copy a prefix until `ends_s`; the next step continues. Returns whether all of it has arrived."""
         cluster, named, key = self._cluster, hot.named, (hot.end, target.id)
         copy = self._copies.setdefault(key, Copy(self._now()))
         while len(self._copies) > MAX_COPIES:

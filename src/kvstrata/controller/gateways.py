@@ -1,7 +1,7 @@
 """The gateways that send heartbeats to this controller, and the replies to them.
 
 1. At most MAX_GATEWAYS are kept; a further one replaces the one that was silent longest.  A gateway that was silent for
-   KEPT_S is forgotten.  Only what operators see depends on this table.
+   KEPT_S is forgotten.  Only operators' pages use this table.
 2. A gateway's name is checked like an instance's id: where the controller's key file lists ids, the key of the
    connection must be listed with the name.
 """
@@ -25,11 +25,11 @@ BEAT_S = 2.0
 
 
 class Gateway(NamedTuple):
-    """One gateway, and its last heartbeat."""
+    """One gateway's last heartbeat."""
 
     told: GatewayBeat
     host: str
-    """Address that the heartbeat came from."""
+    """Source address of the heartbeat."""
     heard_s: float
 
 
@@ -45,15 +45,15 @@ class Gateways(Numbers):
         self._members = members
         self._keys = keys
         self._known: dict[str, Gateway] = {}
-        """Gateways by name, in the order of their last heartbeats."""
+        """By name, the one with the oldest heartbeat first."""
 
     def __iter__(self) -> Iterator[Gateway]:
-        """The gateways with a heartbeat within KEPT_S, by name."""
+        """The gateways with a heartbeat within KEPT_S, sorted by name."""
         self._forget()
         return iter([self._known[name] for name in sorted(self._known)])
 
     def beat(self, told: GatewayBeat, key: str, host: str, epoch: int) -> GatewayHeard:
-        """The answer to a heartbeat of a gateway. Raises NotPermitted."""
+        """Record a gateway's heartbeat, and return the reply. Raises NotPermitted."""
         self._keys.check_name(told.gateway, key)
         self._known.pop(told.gateway, None)
         self._known[told.gateway] = Gateway(told, host, self._clock.monotonic_s())
@@ -66,7 +66,7 @@ class Gateways(Numbers):
         return GatewayHeard(told.seq, epoch, round(BEAT_S * 1_000), served[:MAX_TOLD_INSTANCES])
 
     def _forget(self) -> None:
-        """Drop gateways that were silent for long, and the most silent ones of too many."""
+        """Drop gateways that were silent for KEPT_S, and the longest silent ones above MAX_GATEWAYS."""
         oldest_s = self._clock.monotonic_s() - KEPT_S
         while self._known:
             name, first = next(iter(self._known.items()))

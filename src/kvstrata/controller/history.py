@@ -38,7 +38,7 @@ class Happened(NamedTuple):
 
 
 class Journal:
-    """The events of the cluster: the last ones, for readers that ask for those after a number, and the log's lines."""
+    """Records the cluster's events: keeps the last ones for readers, and writes each to the log."""
 
     def __init__(self, clock: Clock, first_number: int) -> None:
         self._clock = clock
@@ -49,11 +49,11 @@ class Journal:
 
     @property
     def last(self) -> int:
-        """Number of the last event; before the first event, one less than the number that it will get."""
+        """Number of the last event; before the first event, one less than that event's number."""
         return self._next - 1
 
     def say(self, kind: str, instance: str = "", **facts: Any) -> None:
-        """Record an event, of an instance if one is named."""
+        """Record an event; `instance`: the instance that it concerns, if any."""
         self._events.append(Happened(self._next, self._clock.unix_ms(), kind, instance, facts))
         self._next += 1
         self._more.set()

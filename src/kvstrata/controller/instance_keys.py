@@ -1,4 +1,4 @@
-"""Which public key each instance id belongs to.  No I/O, no clock.
+"""Records the public key to which each instance id belongs.  No I/O, no clock.
 
 1. An id belongs to the key under which it was first registered, even while its instance is absent and after a restart
    of the controller: the keys are kept with the orders of admins (orders.py), until an admin removes the instance.
@@ -21,7 +21,7 @@ from kvstrata.observability.logging import EventLog
 MAX_KEYS = 4_096
 KEPT_S = 7 * 86_400
 SEEN_AGAIN_S = 86_400
-"""Minimum interval at which an id's time of last use is written."""
+"""Minimum time between two updates of the time at which an id was last seen."""
 
 Listed = Mapping[str, tuple[str, ...]]
 """The clients of the controller's key file: public key → ids that it may use (`NAME`, or `NAME-*`); empty: any."""
@@ -58,7 +58,7 @@ class InstanceKeys:
             )
 
     def check_name(self, name: str, key: str) -> None:
-        """Raise NotPermitted unless the key file allows this key to use this name, of an instance or not."""
+        """Raise NotPermitted unless the key file allows a gateway with this key to use this name."""
         if not self._may(key, name):
             raise NotPermitted(
                 f"gateway: the controller's key file does not list {name} for the key of this connection; set "
@@ -76,17 +76,17 @@ class InstanceKeys:
         self._orders.learn_key(instance, KeyOfId(key, now_s))
 
     def seen(self, instance: str) -> None:
-        """The instance has been a member until now."""
+        """Update the time at which an instance was last a member to now."""
         known, now_s = self._orders.keys.get(instance), int(self._unix_s())
         if known is not None and now_s - known.seen_unix_s >= SEEN_AGAIN_S:
             self._orders.learn_key(instance, KeyOfId(known.key, now_s))
 
     def forget(self, instance: str) -> None:
-        """Make the id belong to no key."""
+        """Remove the id's key."""
         self._orders.learn_key(instance, None)
 
     def fits(self, instance: str, key: str) -> bool:
-        """Whether a member with this id and key may stay a member."""
+        """Whether a member with this id and key may remain a member."""
         return self._owner(instance) in ("", key)
 
     def _owner(self, instance: str) -> str:
@@ -117,14 +117,14 @@ class InstanceKeys:
         self.forget(min(old)[1])
 
     def _tell(self, instance: str, host: str, why: str) -> None:
-        # One kind for all ids, since senders choose them.
+        # One log key for all ids, since senders choose the ids.
         self._log.repeated(
             logging.WARNING, f"refused: {why}", "registration_refused", instance=instance, host=host, why=why
         )
 
 
 def _fit(ids: tuple[str, ...] | None, instance: str) -> int:
-    """How closely listed ids name this one; 0: not at all. The client whose ids name it most closely may use it."""
+    """How closely listed ids match this one; 0: not at all. The client with the closest match may use the id."""
     if not ids:
         return 0 if ids is None else 1
     exact = [2 * len(one) for one in ids if one == instance]

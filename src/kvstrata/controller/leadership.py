@@ -16,7 +16,7 @@ class Leadership:
     """The leadership of one controller."""
 
     def __init__(self, election: Election | None, journal: Journal, *, retry_after_s: float) -> None:
-        """`election` is None for the only controller; a refused caller is told to ask again after `retry_after_s`."""
+        """`election`: None for the only controller; `retry_after_s`: for callers that are refused."""
         self.election = election
         self._journal = journal
         self._retry_after_s = retry_after_s
@@ -42,7 +42,7 @@ class Leadership:
             raise NotLeading(f"this controller is not the leader; {who}", retry_after_s=self._retry_after_s)
 
     def changed(self) -> None:
-        """Record that another controller leads now, or none."""
+        """Record a change of the leader as an event."""
         assert self.election is not None
         leader = self.election.leader
         self._journal.say(

@@ -19,9 +19,9 @@ if TYPE_CHECKING:  # with compiled modules, which `kvstrata ctl` does without
     from kvstrata.controller.commands import Command
 
 MAX_SUPERSEDED = 16
-"""Earlier incarnations that a member remembers; none of them may join again while the member lives."""
+"""Maximum number of earlier incarnations that a member remembers; these may not join again while the member lives."""
 MAX_SENT = 16
-"""Commands of a member that are sent at a time; the others wait here."""
+"""Maximum number of a member's commands under way; the others wait."""
 
 # --- the member -------------------------------------------------------------------------------------------------
 
@@ -30,13 +30,13 @@ class MemberState(enum.StrEnum):
     """State of one incarnation of an instance."""
 
     RESTORED = "restored"
-    """Only the snapshot names it; it has not registered since this controller started."""
+    """It is known from the snapshot, and has not registered since this controller started."""
     LIVE = "live"
-    """It has registered, and answers often enough."""
+    """It has registered, and answers polls."""
     DEAD = "dead"
-    """It was silent for `dead_after_s`. Its placements are dropped; it is still shown."""
+    """It has not answered for `dead_after_s`. Its placements are forgotten; it is still shown."""
     GONE = "gone"
-    """It is not a member yet, or no longer."""
+    """It is not a member yet, or no longer one."""
 
 
 SHOWN_STATES = (MemberState.RESTORED, MemberState.LIVE, MemberState.DEAD)
@@ -44,10 +44,10 @@ SHOWN_STATES = (MemberState.RESTORED, MemberState.LIVE, MemberState.DEAD)
 
 
 class MemberEvent(enum.Enum):
-    """What can happen to a member."""
+    """Events of a member."""
 
     READ = "read"
-    """The snapshot names it."""
+    """It was read from the snapshot."""
     REGISTERED = "registered"
     """Its process registers, for the first time or again."""
     SILENT = "silent"
@@ -87,7 +87,7 @@ MOVES = {
         MemberEvent.CROWDED_OUT: MemberState.GONE,
     },
 }
-"""The state that an event leads to; an event that a state does not list cannot happen in it."""
+"""By state and event: the next state. An event that a state does not list cannot occur in it."""
 
 # --- the whole record -------------------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class Member:
         self.ended_s = 0.0
         """Time of its death."""
         self.condition = NO_CONDITION
-        """The last condition; kept after its death, since its engines serve without it."""
+        """Its last reported condition; kept after its death, since its engines serve without it."""
         self.obeys = (0, 0)
         """The greatest (cluster id, token) that the instance has seen."""
         self.superseded: deque[int] = deque(maxlen=MAX_SUPERSEDED)
@@ -120,11 +120,11 @@ class Member:
         self.waiting: dict[int, Command] = {}
         """Commands that have not ended, by number, oldest first."""
         self.sending = asyncio.Semaphore(MAX_SENT)
-        """Limits the commands that are sent at a time."""
+        """Limits the commands under way."""
 
     @property
     def confirmed(self) -> bool:
-        """Whether the directory has exactly its chunks, as of its last answer."""
+        """Whether the directory has its exact contents as of its last answer."""
         return self.follower is not None and self.follower.confirmed
 
     def on_event(self, event: MemberEvent) -> None:
@@ -159,7 +159,7 @@ class Member:
 def total_keys(members: Iterable[Member], keys: Mapping[int, Mapping[str, int]]) -> dict[str, int]:
     """Placements by tier of all these members; `keys`: by group and tier.
 
-    Of a shared tier each instance knows a part, so its number is the one that one of them knows at most.
+    Each instance knows a part of a shared tier, so the total of such a tier is the maximum over the instances.
     """
     totals: dict[str, int] = {}
     for member in members:
@@ -185,7 +185,7 @@ class Outbox:
         self.forgotten: list[Member] = []
         """Members whose placements are to be dropped."""
         self.drained_otherwise: list[Member] = []
-        """Members whose draining state differs from the order."""
+        """Members whose draining differs from the order."""
         self.news: list[News] = []
 
     def say(self, kind: str, member: Member, **facts: Any) -> None:
@@ -193,7 +193,7 @@ class Outbox:
         self.news.append(News(kind, member.id, facts))
 
     def clear(self) -> None:
-        """Empty the outbox, after everything was carried out."""
+        """Empty the outbox after its decisions were carried out."""
         self.forgotten.clear()
         self.drained_otherwise.clear()
         self.news.clear()

@@ -1,15 +1,15 @@
 """Decides which incarnation of an instance is a member of the cluster, and which members are alive.  No I/O, no clock.
 
-1. An id belongs to a key (instance_keys.py).  Only messages that come with the key of a member count as the member's,
-   and only a process that has its secret key can answer the controller.
+1. An id belongs to a key (instance_keys.py).  Only messages over a connection with a member's key count as the
+   member's, and only a process with its secret key can answer the controller.
 2. An id has one member.  Another incarnation of the same id and key takes over at once on the same host (a restarted
    process), and on another host after the death of the old one.  A superseded incarnation is refused as long as its
    successor lives; after the successor's death it may register again.
 3. Placements belong to a `group`, a number that is new each time that an incarnation becomes a member.  When the outbox
    names a member in `forgotten`, its placements are dropped.
 4. Members, dead members, and remembered incarnations are bounded.
-5. An order says whether a member is drained (orders.py), and its condition says whether it leases nothing to peers.  As
-   long as the two differ, the member is commanded again.
+5. An order says whether a member is to drain (orders.py), and its condition says whether it drains (leases nothing to
+   peers).  As long as the two differ, the command is sent again.
 6. A member is alive as long as it answers polls (cluster/follow.py); its repeated registrations do not count.
 
 The states of a member are a table in member.py.  Every method takes the time, in monotonic seconds.
@@ -41,11 +41,11 @@ from kvstrata.rpc.cluster_wire import (
 
 MAX_GROUP = 65_535
 MAX_INSTANCES = 1_000
-"""Maximum number of members that are not dead; more are refused."""
+"""Maximum number of members that are not dead; further ones are refused."""
 MAX_DEAD = 256
-"""Maximum number of dead members that are shown; the oldest is forgotten first."""
+"""Maximum number of dead members that are still shown; the oldest is forgotten first."""
 PAUSE_S = 5.0
-"""Time between two ticks above which this process is assumed to have been stopped meanwhile."""
+"""Maximum time between two ticks; after a longer one, this process counts as having been stopped meanwhile."""
 _ENDPOINT = re.compile(r"tcp://[^\s/]+:\d{1,5}")
 
 
@@ -83,15 +83,15 @@ class Members:
         return len(self._by_id)
 
     def get(self, instance: str) -> Member | None:
-        """The member with this id, in whatever state."""
+        """The member with this id, in any state; None: unknown."""
         return self._by_id.get(instance)
 
     def of_group(self, group: int) -> Member | None:
-        """The member whose placements have this group."""
+        """The member whose placements have this group; None: unknown."""
         return self._by_group.get(group)
 
     def speaker(self, instance: str, incarnation: int, key: str) -> Member:
-        """The live sender of a message with this key. Raises UnknownInstance, Superseded, WrongKey."""
+        """The live member that sent a message with this key. Raises UnknownInstance, Superseded, WrongKey."""
         member = self._by_id.get(instance)
         if member is not None and member.key != key:
             raise WrongKey(
@@ -110,7 +110,7 @@ class Members:
     # --- coming and going -----------------------------------------------------------------------------------
 
     def check(self, told: Register, key: str, now_s: float) -> Member | None:
-        """Whether an instance may register with this key; returns the member that it is already, else None.
+        """Check whether an instance may register with this key; returns its live member if it has one, else None.
 
         Raises BadRequest, NotPermitted, WrongKey, Superseded, InstanceIdTaken or Refused.  A member whose
         key may not use its id any more is forgotten.
@@ -138,7 +138,7 @@ class Members:
         return None
 
     def register(self, told: Register, key: str, now_s: float) -> Member:
-        """An instance registers with this key, perhaps again; returns its member. Raises as `check`."""
+        """Register an instance with this key, or update its registration; returns its member. Raises as `check`."""
         self.check(told, key, now_s)
         self._keys.learn(told.instance, key, self._by_id.__contains__)
         known = self._by_id.get(told.instance)
@@ -178,7 +178,7 @@ class Members:
         return self._add(told, key, MemberEvent.READ, now_s)
 
     def goodbye(self, told: Goodbye, key: str) -> None:
-        """The instance leaves; a repeated goodbye does nothing. Raises UnknownInstance, WrongKey."""
+        """Remove an instance that leaves; a repeated goodbye has no effect. Raises UnknownInstance, WrongKey."""
         member = self._by_id.get(told.instance)
         if member is None or told.incarnation in member.superseded:
             return
@@ -191,7 +191,7 @@ class Members:
     def tick(self, now_s: float) -> None:
         """Find members that have died.
 
-        If this process was stopped, that time does not count as silence of members: their answers wait to be read.
+        Time in which this process was stopped does not count as members' silence, since their answers wait to be read.
         """
         stood_still_s = now_s - self._ticked_s
         self._ticked_s = now_s
@@ -213,7 +213,7 @@ class Members:
     # --- answers --------------------------------------------------------------------------------------------
 
     def heard(self, member: Member, condition: Condition | None, now_s: float) -> None:
-        """A member has answered, possibly with its condition."""
+        """Record a member's answer, and its condition if it has one."""
         if member.state is not MemberState.LIVE:
             return
         member.heard_s = max(member.heard_s, now_s)
@@ -236,7 +236,7 @@ class Members:
             )
 
     def _check_takeover(self, known: Member, told: Register, now_s: float) -> None:
-        """Raise Superseded or InstanceIdTaken unless this process may take the id over."""
+        """Raise Superseded or InstanceIdTaken unless this process may take over the id."""
         if told.incarnation in known.superseded:
             raise _superseded(known)
         if known.state is MemberState.LIVE and not (told.host and known.told.host == told.host):
@@ -279,7 +279,7 @@ class Members:
             del self._by_id[old.id]
 
     def _lose(self, member: Member) -> None:
-        """End the member's placements and commands, and stop following it."""
+        """Have the caller drop the member's placements, end its commands, and stop following it."""
         self._keys.seen(member.id)
         self._outbox.forgotten.append(member)
 

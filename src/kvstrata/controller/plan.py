@@ -32,55 +32,55 @@ from kvstrata.rpc.cluster_wire import Role
 HANDOVER_S = 0.03
 CAPACITY_SHARE = 0.01
 MOST_SHARE = 0.5
-"""Maximum p in the bound."""
+"""Maximum p for the limit of requests in flight."""
 LEAST_S = 1e-9
-"""Prompts that take less take nothing."""
+"""Prompts shorter than this count as taking no time."""
 MAX_TERMS = 100
-"""Of a Poisson sum; a normal distribution stands for longer ones."""
+"""Maximum number of terms of a Poisson sum; beyond it the normal distribution is used."""
 SIZES = ("2", "4")
-"""Sizes of larger L1s for which the saving is known, as multiples of the current size."""
+"""Factors of larger L1s whose benefit is predicted."""
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine, and its measured speed."""
+    """An engine and its measured rates."""
 
     name: str
     prefill_tokens_s: float
     alone_s: float
     each_s: float
-    """A token of an answer takes `alone_s`, and `each_s` more for each request in flight."""
+    """Time per token of an answer: `alone_s` + `each_s` for each request in flight."""
     role: Role = "both"
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that are alike."""
+    """A class of similar requests."""
 
     requests_s: float
     prompt_tokens: float
-    """Number of prompt tokens to compute, per request."""
+    """Mean number of prompt tokens to compute."""
     answer_tokens: float
     ttft_s: float = 0.0
-    """Time limit of the first token; 0: none."""
+    """Limit on the time to first token; 0: no limit."""
     tpot_s: float = 0.0
-    """Time limit of each further token; 0: none."""
+    """Limit on the time per further token; 0: no limit."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """A group of engines and its requests."""
+    """A group of engines and its load."""
 
     engines: list[Engine]
     """At least one."""
     shapes: list[Shape]
     met_share: float | None = None
-    """Share of the recently ended requests that were in time; None: unknown."""
+    """Share of recent requests that were in time; None: unknown."""
     saved: dict[str, float] = {}
-    """Share of all prompts' seconds that an L1 saves, by its size as a multiple of the current one ("1" and SIZES)."""
+    """Share of all prompts' seconds that an L1 saves, by its size as a factor of the present one: "1" and SIZES."""
     splits: bool = True
     """Whether requests may be split."""
 
     @property
     def total_s(self) -> float:
-        """Requests a second."""
+        """Requests per second."""
         return sum(one.requests_s for one in self.shapes)
 
 
@@ -88,28 +88,28 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
     """The predicted service of a fleet."""
 
     met_s: float
-    """Requests in time, a second."""
+    """Requests in time, per second."""
     busy: float
-    """Share of their time that the busiest engines need; above 1: they are overloaded."""
+    """Share of time that the busiest engines are busy; above 1: overloaded."""
     compute_s: float
-    """Seconds of computing prompts per second, of all engines."""
+    """Seconds of prefill per second, over all engines."""
     in_flight: int
-    """Number of requests that an answering engine may have at a time with its answers in time; 0: any number."""
+    """Maximum number of requests at an answering engine without late answers; 0: no limit."""
     score: float
 
 
 class Buy(msgspec.Struct, frozen=True, kw_only=True):
-    """The predicted gain of a change of the fleet."""
+    """The predicted benefit of a change of the fleet."""
 
     what: str
     met_s: float
-    """Additional requests in time per second."""
+    """Additional requests in time, per second."""
     compute_s: float
-    """Saved seconds of computing prompts per second."""
+    """Saved seconds of prefill, per second."""
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """The prediction for the current fleet, and the gains of changes."""
+    """The prediction for the present fleet, and the benefits of changes."""
 
     predicted: Predicted
     buys: list[Buy]
@@ -122,7 +122,7 @@ def predict(
     *,
     splits: bool = True,
 ) -> Predicted:
-    """The prediction for `engines` if some of them, fewer than all, prefill for the others."""
+    """The service of `engines` if `prefilling` of them, fewer than all, prefill for the others."""
     longest = sorted(shapes, key=lambda one: (-one.prompt_tokens, one.answer_tokens, one.requests_s))
     ranked = _ranked(engines)
     firsts = _counts(ranked) if splits and not prefilling else (prefilling,)
@@ -142,7 +142,7 @@ def _predicted(
     apart: Sequence[Shape],
     alone: Sequence[Shape],
 ) -> Predicted:
-    """`first` compute the prompts of `apart`; `rest` answer these, and compute and answer `alone`."""
+    """`first` compute the prompts of `apart`; `rest` answer these, and both compute and answer `alone`."""
     every, total_s = [*apart, *alone], sum(one.requests_s for one in (*apart, *alone))
     rate = _mean([one.prefill_tokens_s for one in (*first, *rest)])
     alone_s, each_s = _mean([one.alone_s for one in rest]), _mean([one.each_s for one in rest])
@@ -179,7 +179,7 @@ def _predicted(
 
 
 def advise(measured: Measured) -> Advice:
-    """See Advice."""
+    """Predict the present fleet and possible changes."""
     present = predict(*_fleet(measured), splits=measured.splits)
     return Advice(predicted=present, buys=_buys(measured, present))
 
@@ -190,7 +190,7 @@ def _fleet(measured: Measured) -> tuple[list[Engine], list[Shape], int]:
 
 
 def _buys(measured: Measured, present: Predicted) -> list[Buy]:
-    """The gains of more memory, another engine or another split."""
+    """The benefits of a larger L1, another engine, and another number of prefilling engines."""
     (engines, shapes, now), splits = _fleet(measured), measured.splits
     found = {
         f"{size} × the L1": predict(engines, scaled(shapes, left), now, splits=splits)
@@ -212,7 +212,7 @@ def _buys(measured: Measured, present: Predicted) -> list[Buy]:
 
 
 def still_computed(saved: Mapping[str, float], size: str) -> float | None:
-    """The share of the tokens computed now that would still be computed with a larger L1; None: unknown."""
+    """The share of the now computed tokens that would remain with an L1 of `size` times the size; None: unknown."""
     if not {"1", size} <= saved.keys():
         return None
     computed = 1.0 - saved["1"]
@@ -220,18 +220,18 @@ def still_computed(saved: Mapping[str, float], size: str) -> float | None:
 
 
 def scaled(shapes: Sequence[Shape], factor: float) -> list[Shape]:
-    """The same requests with the tokens to compute multiplied by a factor."""
+    """The same requests with `factor` times the tokens to compute."""
     return [msgspec.structs.replace(one, prompt_tokens=one.prompt_tokens * factor) for one in shapes]
 
 
 def _ranked(engines: Sequence[Engine]) -> list[Engine]:
-    """The engines in the order in which they are chosen to prefill: by the settings, then the fastest."""
+    """The engines in the order in which they become prefilling ones: by role, then the fastest first."""
     order = {"prefill": 0, "both": 1, "decode": 2}
     return sorted(engines, key=lambda one: (order[one.role], -one.prefill_tokens_s, one.name))
 
 
 def _counts(engines: Sequence[Engine]) -> range:
-    """The numbers of prefilling engines to evaluate: all for up to 16 engines, some for more."""
+    """The numbers of prefilling engines to try: all for up to 16 engines, at most 16 for more."""
     return range(0, len(engines), 1 + (len(engines) - 1) // 16)
 
 
@@ -240,12 +240,12 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _load(rows: Sequence[tuple[float, float]]) -> float:
-    """Seconds of computing, a second."""
+    """Seconds of prefill per second."""
     return sum(rate * size for rate, size in rows)
 
 
 def _waits_at_most(spare_s: float, servers: int, load: float, rows: Sequence[tuple[float, float]]) -> float:
-    """The share of requests whose prompt waits at most a given time: step 3."""
+    """The share of requests whose prompt waits at most `spare_s` (step 3)."""
     if spare_s < 0 or load >= 1.0:
         return 0.0
     half_s = _jump_s(rows) / 2.0
@@ -257,7 +257,7 @@ def _waits_at_most(spare_s: float, servers: int, load: float, rows: Sequence[tup
 
 
 def _jump_s(rows: Sequence[tuple[float, float]]) -> float:
-    """The mean seconds of a prompt, weighted by them."""
+    """The mean time of a prompt, weighted by time."""
     seconds = _load(rows)
     return sum(rate * size * size for rate, size in rows) / seconds if seconds > 0 else 0.0
 
@@ -265,7 +265,7 @@ def _jump_s(rows: Sequence[tuple[float, float]]) -> float:
 def _answers_in(
     one: Shape, token_s: float, spread_s: float, p: float, rows: Sequence[tuple[float, float]]
 ) -> float:
-    """The share of a shape's answers that are in time: step 4. `spread_s`: standard deviation of `token_s`."""
+    """The share of a shape's answers that are in time (step 4). `spread_s`: standard deviation of `token_s`."""
     if not math.isfinite(token_s):
         return 0.0
     spare_s, jump_s = one.tpot_s - token_s, _jump_s(rows)
@@ -281,7 +281,7 @@ def _normal(deviations: float) -> float:
 
 
 def _poisson(most: float, mean: float) -> float:
-    """P(X ≤ most) for a Poisson X, with straight lines between whole numbers."""
+    """P(X ≤ most) for a Poisson X, interpolated linearly between whole numbers."""
     whole = int(min(most, 1e9))
     if mean > MAX_TERMS / 4 or (mean > 0 and whole > MAX_TERMS):
         return _normal((most - mean) / math.sqrt(mean))

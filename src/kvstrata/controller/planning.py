@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 STEP_S = 10.0
 FEWEST = 20
-"""Requests in the last step from which the share in time counts as measured."""
+"""Minimum number of requests in the last step for a measured share of requests in time."""
 MAX_GROUPS, MAX_ENGINES = 64, 64
 LEVEL, TREND = 0.3, 0.1
-"""Weights of the newest value for the level and for its change."""
+"""Weights of the newest value in the level and in the trend."""
 
 Key = tuple[str, int, float, float]
-"""Group, size, and both limits of a shape."""
+"""Group, size, and both limits (ms) of a shape."""
 
 
 class Forecast:
-    """A rate's level and trend, by steps (Holt 1957)."""
+    """A rate's level and trend per step (Holt 1957)."""
 
     def __init__(self) -> None:
         self.level = self.trend = 0.0
         self.known = False
 
     def add(self, value: float) -> None:
-        """Take the value of a further step."""
+        """Add the value of the next step."""
         before = self.level
         if not self.known:
             self.level, self.known = value, True
@@ -48,12 +48,12 @@ class Forecast:
 
     @property
     def next(self) -> float:
-        """The value that is expected at the next step."""
+        """The value expected at the next step; at least 0."""
         return max(0.0, self.level + self.trend)
 
 
 class Loads:
-    """The load of the groups, from the totals of gateways."""
+    """The groups' loads, from the totals that gateways report."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, Key], ShapeCount] = {}
@@ -61,7 +61,7 @@ class Loads:
         self._forecasts: dict[Key, Forecast] = {}
 
     def add(self, told: Iterable[tuple[str, ShapeCount]], step_s: float) -> None:
-        """Apply the gateways' reports at the end of a step. Totals that have not grown are ignored."""
+        """Add the gateways' totals (with the gateway's name) at the end of a step. Decreased totals are ignored."""
         now = {(gateway, _key(one)): one for gateway, one in told}
         grown: dict[Key, list[int]] = {}
         for (gateway, key), one in now.items():
@@ -79,7 +79,7 @@ class Loads:
         self._forecasts = {key: one for key, one in self._forecasts.items() if one.next > 1e-4}
 
     def shapes(self, group: str) -> list[Shape]:
-        """The requests expected at a group in the next step."""
+        """The expected load of a group in the next step, the most frequent shapes first."""
         sums: dict[Key, list[int]] = defaultdict(lambda: [0] * 4)
         for (_, key), one in self._before.items():
             sums[key] = [a + b for a, b in zip(sums[key], _counts(one), strict=True)]
@@ -103,7 +103,7 @@ class Loads:
 
 
 MAX_SHAPES = 16
-"""Maximum number of shapes of a group: the most frequent ones."""
+"""Maximum number of a group's shapes; the most frequent are kept."""
 
 
 class Planning:
@@ -113,7 +113,7 @@ class Planning:
         self._cluster = cluster
         self._loads = Loads()
         self.groups: dict[str, tuple[Measured, Advice]] = {}
-        """Measurements and advice of the last step, by group."""
+        """Measurements and advice of the last step."""
 
     async def keep(self) -> None:
         """Run a step every STEP_S, until cancelled."""
@@ -122,7 +122,7 @@ class Planning:
             await self.tick()
 
     async def tick(self) -> None:
-        """One step."""
+        """Run one step."""
         loop, gateways = asyncio.get_running_loop(), [one.told for one in self._cluster.gateways]
         self._loads.add(((one.gateway, shape) for one in gateways for shape in one.shapes), STEP_S)
         engines: dict[str, dict[str, RatedEngine]] = {}
@@ -144,9 +144,9 @@ class Planning:
         self.groups = found
 
     def page(self) -> dict[str, Any]:
-        """For operators.
+        """The plan for operators.
 
-        `tiers`: part of all chunks asked for that an instance's L2 tiers have brought.
+        `tiers`: by instance, the share of all looked-up chunks that came from its L2 tiers.
         """
         return {
             "groups": [
@@ -163,7 +163,7 @@ class Planning:
         }
 
     def _saved(self, urls: Iterable[str]) -> dict[str, float]:
-        """The savings of larger L1s, averaged over the engines' instances."""
+        """Mean over the engines' instances of the share that a larger L1 would save, by size."""
         wanted = set(urls)
         told = [
             one.condition.load.saved

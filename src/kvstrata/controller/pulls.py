@@ -1,4 +1,4 @@
-"""The operations by which an instance reads named chunks from another one."""
+"""Makes the PULL operations by which an instance reads given chunks from another instance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvstrata.types import KEY_BYTES
 
 
 def pulls_of(named: Named, owner: Member, most_keys: int = MAX_PEER_KEYS) -> list[Pull]:
-    """The operations that read these chunks from their owner, of about `most_keys` keys each, in order."""
+    """The operations that read these chunks from their owner, with at most about `most_keys` keys each, in order."""
     return [
         Pull(
             keys,
@@ -35,8 +35,8 @@ def parts(
 ) -> list[tuple[bytes, Sequence[int]]]:
     """The keys of each PULL, and the spans of its slices (() for none).
 
-    Only the last command brings slices with a span, since a hit needs them at its end alone; it names as many of the
-    last chunks as it may.
+    Only the last command reads slices with a span, since a hit needs them only at its end; it has as many of the last
+    chunks as fit.
     """
     if not any(spans):
         return [(part, ()) for part in batches(keys, n_slices, most_keys)]
@@ -50,7 +50,7 @@ def parts(
 
 
 def batches(keys: bytes, n_slices: int, most_keys: int = MAX_PEER_KEYS) -> list[bytes]:
-    """The keys, cut between chunks into parts of at most `most_keys` keys, but at least one chunk."""
+    """The keys, cut between chunks into parts of at most `most_keys` keys, but of at least one chunk."""
     step = max(1, most_keys // n_slices) * n_slices * KEY_BYTES
     return [keys[at : at + step] for at in range(0, len(keys), step)]
 
@@ -63,7 +63,7 @@ def _of_slices(named: Named, spans: Sequence[int]) -> list[int]:
 
 
 def all_arrived(command: Command) -> bool:
-    """Whether a pull brought every chunk that it names into L1; a pull that succeeds may bring only a part."""
+    """Whether a PULL read all of its chunks into L1; one that succeeds may have read only a part."""
     result, pull = command.result, command.operation
     assert isinstance(pull, Pull)
     n_chunks = len(pull.keys) // (KEY_BYTES * pull.n_slices)

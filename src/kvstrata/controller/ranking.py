@@ -15,12 +15,12 @@ from kvstrata.observability.numbers import Numbers, counter, histogram
 from kvstrata.rpc.cluster_wire import MAX_OWNERS, TAG_BYTES, Owner, Where
 
 SLOW_START_S = 30.0
-"""Age from which a member's load counts as reported; up to one half is added to a younger member's, less with age."""
+"""Age of a member from which its load counts as reported; a younger one's load is increased by up to one half."""
 CANDIDATES = 2 * MAX_OWNERS
 
 
 class Ranking(Numbers):
-    """Answers `Where`."""
+    """Answers instances' `Where` requests. Belongs to the event loop."""
 
     seconds = histogram("Time to answer an instance's lookup.", name="lookup_seconds")
     hits = counter("Lookups of instances that found an owner.", name="lookup_hits")
@@ -30,12 +30,12 @@ class Ranking(Numbers):
         self._members = members
         self._lookups = lookups
         self._referred: dict[str, int] = {}
-        """Number of times that readers were sent to an instance since its last condition."""
+        """By instance: number of readers sent to it since its last condition."""
         self.keys = 0
-        """Number of tags in all questions."""
+        """Number of tags in all requests."""
 
     async def where(self, told: Where) -> list[Owner]:
-        """The owners of the longest prefixes, or of the earliest of single keys; best first."""
+        """The owners of the longest prefixes or, for single keys, of the earliest keys; best first."""
         began_s, asker = time.perf_counter(), self._members.get(told.asker)
         group = asker.group if asker is not None else None
         if told.each:
@@ -47,12 +47,12 @@ class Ranking(Numbers):
         return self._ranked(told, asker, found, began_s)
 
     def named(self, told: Where) -> list[Owner]:
-        """The instance that is asked for by name, if peers may read it now."""
+        """The instance that the request names, if peers may read it now; else empty."""
         member = self._members.get(told.named)
         return [owner_of(member, 0)] if member is not None and member.readable else []
 
     def forget_referred(self, instance: str) -> None:
-        """An instance has reported its load, or is gone: forget the readers that were sent to it."""
+        """Forget the readers sent to an instance, since it has reported its load or is no longer a member."""
         self._referred.pop(instance, None)
 
     def _ranked(self, told: Where, asker: Member | None, found: list[Found], began_s: float) -> list[Owner]:
@@ -81,7 +81,7 @@ class Ranking(Numbers):
 
 
 def owner_of(member: Member, n_keys: int) -> Owner:
-    """The Owner entry of a member that has `n_keys` leading keys."""
+    """The record by which peers reach a member; `n_keys`: the leading keys that it has."""
     return Owner(
         member.id, member.incarnation, member.told.control_endpoint, n_keys, member.confirmed, member.key
     )
