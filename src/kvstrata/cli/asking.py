@@ -49,7 +49,7 @@ def _check_answers(url: str, base: str, flag: str) -> None:
                 f"{flag}: {url} has not answered for {ALIVE_S} s: its process is stopped or hangs"
                 f"{'; see `kvstrata ctl pool list`' if here else ', or its host is not reachable'}"
             ) from None
-        # Any other failure is told by the request itself.
+        # The request itself reports any other failure.
 
 
 def ask(url: str, asked: Ask, *, token: str = "", flag: str = "--url") -> Any:

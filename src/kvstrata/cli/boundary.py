@@ -27,11 +27,11 @@ from kvstrata.text import one_line
 
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 _THIS_MACHINE = "localhost,127.0.0.1,::1"
-"""What httpx, gRPC and obstore's client leave alone when `no_proxy` names it."""
+"""Value of `no_proxy` with which httpx, gRPC and obstore's client connect to this machine without a proxy."""
 _OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EBADF, errno.EIO)
 """Errors of standard output, where an error names no file."""
 MOST_PLACES = 6
-"""Innermost calls that the line about a defect names."""
+"""Maximum number of innermost calls in the line about a defect."""
 
 
 class Exit(enum.IntEnum):
@@ -43,9 +43,9 @@ class Exit(enum.IntEnum):
     CONFIG = EXIT_CONFIG
     """A flag, a setting, a file or a limit of the system is wrong; nothing was done."""
     CRASHED = 70
-    """A defect of ours."""
+    """A defect of kvstrata."""
     OUTPUT = 74
-    """Standard output takes nothing more; what was asked for was done."""
+    """Standard output cannot be written any more; the command itself was carried out."""
     LATER = EXIT_LATER
     """The start of a server, controller or gateway needs something that is not there now; again, it may succeed."""
     INTERRUPTED = 130

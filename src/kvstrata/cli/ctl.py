@@ -139,7 +139,7 @@ SHOWN: dict[str, Callable[[Any], Any]] = {
     "cluster lookup": lambda answer: {key: value for key, value in answer.items() if key != "chunks"},
     "cluster dashboard-link": lambda answer: answer["url"],
 }
-"""How people see the answers of some commands; all others are shown as they are."""
+"""By command: the text shown to people; the answers of other commands are shown as they are."""
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def _add_arguments(command: argparse.ArgumentParser, operation: Operation) -> No
 
 
 def _add_common(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """Add the options that may stand before the command and after it. `default`: SUPPRESS keeps what stood before."""
+    """Add the options allowed before and after the command. `default`: SUPPRESS keeps a value given before it."""
     add = parser.add_argument
     add(
         "--url",

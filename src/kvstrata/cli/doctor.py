@@ -102,7 +102,7 @@ def _vllm() -> Finding:
 
 
 def _engine_settings() -> list[Finding]:
-    """What an engine with this environment would read: the variables, and the file of LMCache or of ours."""
+    """Check the settings of an engine with this environment: the variables, and LMCache's or kvstrata's file."""
     name = "engine settings"
     try:
         _, notes = load_settings({}, os.environ)
@@ -195,7 +195,7 @@ def _running(settings: ServerSettings, environ: Mapping[str, str]) -> Finding:
 
 
 def _shared_memory(settings: ServerSettings) -> Iterator[Finding]:
-    """How much of /dev/shm is free, and the pools there that nobody owns."""
+    """Check the free space of /dev/shm, and find pools there without an owner."""
     from kvstrata.memory.pools import find_pools
 
     if not paths.SHM_ROOT.is_dir():

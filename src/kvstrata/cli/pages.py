@@ -20,13 +20,13 @@ BAR_CELLS = 20
 MOST_WARNINGS, MOST_ROWS = 4, 5
 WINDOWS = (("minute", "last minute"), ("hour", "last hour"), ("start", "since start"))
 FAULTS = ("corrupt", "l2_failed", "breaker_open", "deadline", "put_skipped", "refused", "evicted")
-"""Reasons of a miss that somebody can do something about, the worst first."""
+"""Reasons of a miss that an operator can act on, the worst first."""
 
 Asker = Callable[[Ask], Any]
 
 
 class Seen(NamedTuple):
-    """What a server said at one time: its status document, and the rows of its tiers."""
+    """A server's status document and the rows of its tiers, read together."""
 
     status: dict[str, Any]
     tiers: list[dict[str, Any]]
@@ -43,7 +43,7 @@ def everything(options: argparse.Namespace, ask: Asker) -> dict[str, Any]:
 
 
 def see_server(ask: Asker) -> Seen:
-    """What a server says of itself now."""
+    """Read a server's status and tiers."""
     return Seen(ask(Ask("/v1/status")), ask(Ask("/v1/l2/adapters"))["adapters"])
 
 
@@ -136,7 +136,7 @@ def _not_closed(breakers: Mapping[str, Any]) -> str:
 
 
 def server_page(seen: Seen) -> list[str]:
-    """Warnings, what is held, what lookups found, tiers, engines."""
+    """The lines of a server's page: warnings, contents, lookups, tiers, engines."""
     status, pool, trend = seen.status, seen.status["pool"], seen.status["trend"]
     worst = worst_reason(trend["hour"]["first_misses"])
     return [
@@ -209,7 +209,7 @@ def _head(seen: Seen) -> list[str]:
 
 
 def _forecast(saved: Mapping[str, float]) -> list[str]:
-    """What L1s of other sizes would save, once a sample of the chunks tells it."""
+    """The line with the predicted savings of other sizes of L1; empty until there is a sample."""
     sizes = [f"{part} ×: {share(saved[part], 1)}" for part in sorted(saved, key=float)]
     return [cut(f"prefill saved by an L1 of {', '.join(sizes)}")] if sizes else []
 

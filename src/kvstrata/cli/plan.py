@@ -30,7 +30,7 @@ from kvstrata.types import GB
 
 BLOCK_TOKENS = 512
 REQUEST = struct.Struct("<QII")
-"""Of the log of requests: nanoseconds, number of chunks, 0; then eight bytes for each chunk."""
+"""Record in the log of requests: nanoseconds, number of chunks, 0; eight bytes for each chunk follow."""
 MAX_REQUESTS = 1_000_000
 MAX_GPUS = 64
 WINDOW_S = 60.0
@@ -47,7 +47,7 @@ class Row(Turn, kw_only=True):
 
 
 class Window(NamedTuple):
-    """What came in one part of the trace, with one size of L1."""
+    """The result of one part of the trace with one size of L1."""
 
     engine: Engine
     shapes: list[Shape]
@@ -182,7 +182,7 @@ def planned(
 
 
 def computed(rows: Sequence[Row], blocks: int, block_tokens: int) -> list[int]:
-    """Prompt tokens of each request that an LRU cache of so many blocks lacks; the last token always is computed."""
+    """By request: prompt tokens that an LRU cache of `blocks` blocks lacks; the last token is always computed."""
     cache: OrderedDict[int, None] = OrderedDict()
     found = []
     for row in rows:

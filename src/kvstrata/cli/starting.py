@@ -79,7 +79,7 @@ def start(
 
 
 def look_at(tiers: list[TierConfig], ports: list[Listening]) -> list[str]:
-    """What keeps a server with these tiers and ports from working on this machine now.
+    """The reasons why a server with these tiers and ports could not work on this machine now; empty: none.
 
     Raises ConfigError for a plugin that can be imported and refuses its settings.
     """

@@ -85,7 +85,7 @@ class Directory(Numbers):
 
     @property
     def busy(self) -> bool:
-        """Whether so many changes wait that followers must wait too."""
+        """Whether more than BUSY_BYTES of changes wait, so that followers must wait too."""
         return self.waiting_bytes > BUSY_BYTES
 
     # --- changes --------------------------------------------------------------------------------------------

@@ -29,13 +29,13 @@ MIN_BEAT_S, MAX_BEAT_S = 0.05, 3_600.0
 
 
 class Beats(NamedTuple):
-    """What a process says to controllers, and who takes their answers."""
+    """How a process makes its heartbeats for controllers, and handles their replies."""
 
     say: Callable[[], Awaitable[ClusterRequest]]
     answer: type[Registered] | type[GatewayHeard]
     heard: Callable[[Any], None] = lambda _: None
     refused_why: str = "it does not list this process's key, or has keys of another cluster"
-    """What the log says about a controller that ends the handshake."""
+    """Explanation in the log if a controller ends the handshake."""
 
 
 class ControllerLink(Numbers):

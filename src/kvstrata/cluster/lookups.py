@@ -73,9 +73,9 @@ class Lookups:
         self._given = bytearray(MASK_BYTES)
         """Tiers that belong to readable groups alone, L1 included."""
         self._promised = bytearray(MASK_BYTES)
-        """What engines of readable groups compute."""
+        """Slots of the chunks that engines of readable groups are computing."""
         self._media: dict[int, Mapping[str, str]] = {}
-        """By group: the words of the media of its shared tiers."""
+        """By group: the names of the media of its shared tiers."""
         self._readable_groups: set[int] = set()
 
     # --- names ----------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Lookups:
         return [Found(*one) for one in found]
 
     async def held(self, tags: bytes, n_slices: int) -> dict[int, Held]:
-        """What each group has of a prompt; in each way at most MAX_HOLDERS groups, those that have most."""
+        """By group: its leading chunks of a prompt; for each kind of place, the MAX_HOLDERS groups with the most."""
         work = functools.partial(self._held, tags, n_slices)
         return await self._look(tags, work, self._l1, self._named, self._shared)
 
@@ -279,7 +279,7 @@ class Lookups:
         return heapq.nlargest(best, found, key=lambda one: one.n_chunks)
 
     async def holders(self, tags: bytes) -> list[list[Place]]:
-        """For each tag, the places that have it."""
+        """The places that have each tag, in the order of the tags."""
         places = dict(self._places)
         slots = await self._loop.run_in_executor(self._readers, self._registry.holders, tags)
         return [[places[slot] for slot in row if slot in places] for row in slots]

@@ -50,7 +50,7 @@ class Flags(NamedTuple):
     names: dict[str, str]
     """The flag of each setting that has one."""
     wrong: list[ConfigError]
-    """What is wrong, besides values: unknown and refused flags, and flags without their value."""
+    """Errors of the command line other than invalid values: unknown and refused flags, flags without their value."""
 
     def reader(self, struct: type[S], environment: Mapping[str, str], file: str = "") -> Callable[[], S]:
         """A function that reads the settings from file, environment and flags, anew each time.
@@ -127,7 +127,7 @@ HELP = {
     "--picker": f"also serve as Envoy's endpoint picker, on this gRPC port ({PICKER} without HOST:PORT)",
     "--no-http": "do not open the admin HTTP port",
 }
-"""Where the setting's description does not fit the flag."""
+"""Help of the flags for which the setting's description does not fit."""
 
 
 def parser_of(prog: str) -> argparse.ArgumentParser:

@@ -342,7 +342,7 @@ def _with(settings: S, path: list[str], value: Any) -> S:
 
 
 class Changes(NamedTuple, Generic[S]):
-    """What a reload changes in a process that runs."""
+    """The changes of a reload in a running process."""
 
     in_force: S
     """The settings afterwards: those that can change while the process runs are the new ones."""
@@ -352,13 +352,13 @@ class Changes(NamedTuple, Generic[S]):
     """Keys whose new values need a restart."""
 
     def shown(self) -> dict[str, object]:
-        """For the log: the keys, never their values."""
+        """The changed keys for the log, never their values."""
         words = (("changed", self.applied), ("needs_restart", self.restart))
         return {word: ",".join(sorted(keys)) or "nothing" for word, keys in words}
 
 
 def sorted_out(in_force: S, newer: S, live: Iterable[str], files: Iterable[str] = ()) -> Changes[S]:
-    """Tell apart what can change now. `live`: keys that can; `files`: keys of files that can, from one to another."""
+    """Split changes by what applies now. `live`: keys that can; `files`: keys that can, from one file to another."""
     changed = changes(in_force, newer)
     movable = {key for key in files if value_of(in_force, key) and value_of(newer, key)}
     applied = changed & {*live, *movable}
@@ -374,7 +374,7 @@ _LINK = re.compile(
     r"|_?SERVICE_HOST=[0-9A-Fa-f:.]+"
     r"|_?SERVICE_PORT(?:_[A-Z0-9_]+)?=\d{1,5})"
 )
-"""What Kubernetes sets in every pod for each service of its namespace, and Docker for links of containers.  A service
+"""Variables that Kubernetes sets in pods for each service of the namespace, and Docker for linked containers. A service
 `kvstrata` gives KVSTRATA_SERVICE_HOST and KVSTRATA_PORT=tcp://10.0.0.1:8080, while KVSTRATA_PORT=8080 is a setting."""
 
 
@@ -384,7 +384,7 @@ def is_pod_link(name: str, value: str) -> bool:
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """For a child in which an SDK runs, which may read any variable that is not ours."""
+    """The environment without our settings, for a child in which an SDK runs."""
     return {
         name: value
         for name, value in environment.items()

@@ -135,7 +135,7 @@ DEFAULT_PORT = 5555
 
 
 class ObservabilitySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a server writes down of its requests, and tells of them."""
+    """The server's log of requests, and its traces."""
 
     record: Annotated[str, says(
         "Folder for a log of requests, for `kvstrata replay`: 16 files of 64 MB, without prompts or keys; empty: none.")

@@ -148,7 +148,7 @@ class Choice(msgspec.Struct):
     """Expected time of loading what it has of these chunks (None: not known yet), and of computing all of them."""
     loads: bool
     took_s: float | None = None
-    """Measured time of the load; None: it goes on, or nothing is loaded."""
+    """Measured time of the load; None: it still runs, or nothing is loaded."""
 
 
 class Explained(NamedTuple):
@@ -473,7 +473,7 @@ class Trend:
 
 
 def _window(samples: Iterable[Sample], now: Sample, length_s: float) -> dict[str, Any]:
-    """What happened between now and the last sample that is old enough, or the oldest."""
+    """The changes since the newest sample that is at least `length_s` old, or since the oldest sample."""
     begin_s = now.totals["seconds"] - length_s
     before, *later = samples
     for sample in later:

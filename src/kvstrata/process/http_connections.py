@@ -114,7 +114,7 @@ class Connection(HttpToolsProtocol):
     _answered: RequestResponseCycle | None = None
     """The request that is being answered; `cycle` is the last one that arrived, which may wait behind it."""
     _parts = _part_bytes = 0
-    """Of the body that arrives."""
+    """Number of parts, and of bytes, of the arriving body."""
 
     def __init__(self, bounds: Bounds, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -186,7 +186,7 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that is not HTTP, unless its answer has begun; its application then writes to nobody."""
+        """Answer a request that is not HTTP, and mute its application; abort if its answer has begun already."""
         cycle = self._answered
         if cycle is not None and cycle.response_started and not cycle.response_complete:
             self.transport.abort()
@@ -250,6 +250,6 @@ class _Server(uvicorn.Server):
 
 
 def max_connections() -> int:
-    """How many connections one port may have: at most a share of this process's descriptors."""
+    """Maximum number of connections of one port: a share of this process's file descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if soft < 0 else max(8, min(MAX_CONNECTIONS, soft // DESCRIPTORS_SHARE))

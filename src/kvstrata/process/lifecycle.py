@@ -176,7 +176,7 @@ class Process(ABC):
         self._name = name
         self._plan = checked
         self._settings = getattr(checked, "settings", None)
-        """Those in force."""
+        """The settings in force."""
         self._reread = reread
         self._ready_fd = ready_fd
         self._restarts = restarts

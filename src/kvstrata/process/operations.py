@@ -310,7 +310,7 @@ class Weights(msgspec.Struct, kw_only=True):
     salt: Annotated[str, Meta(description="Salt of the requests.")] = ""
 
     def request(self) -> RequestIdentity:
-        """What of a prompt's identity the request decides."""
+        """The part of a prompt's identity that the request sets."""
         return RequestIdentity(adapter=self.adapter, tenant=self.tenant, salt=self.salt)
 
 

@@ -90,7 +90,7 @@ def port_holder(port: int) -> str:
 
 
 def port_uids(port: int, host: str = "") -> set[int]:
-    """The users whose processes listen on a TCP port in our network namespace; with `host` at what it reaches."""
+    """The uids that listen on a TCP port in this network namespace; with `host`, only those that it would reach."""
     places: set[str] = set()
     if host:
         ip = ipaddress.ip_address(host)

@@ -59,7 +59,7 @@ WAIT_S = 60.0
 SETTLE_S = 10.0
 """Limit for leases and puts to L2 to end, after which chunks can be cleared."""
 LAYERS, BLOCKS, BLOCK_TOKENS = 32, 16, 16
-"""Of a chunk, which is copied in LAYERS × BLOCKS pieces."""
+"""Layers and blocks of a chunk, which is copied in LAYERS × BLOCKS pieces, and tokens of a block."""
 UNANSWERED = {StoreOutcome.UNAVAILABLE, StoreOutcome.FAILED}
 """Outcomes of a store to which the server did not answer in time."""
 
@@ -306,7 +306,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _block_bytes(text: str) -> int:
-    """The bytes of a block of a chunk of so many MiB."""
+    """The bytes of a block, from a flag with the chunk's size in MiB."""
     try:
         block_bytes = float(text) * MB / (LAYERS * BLOCKS)
     except ValueError:

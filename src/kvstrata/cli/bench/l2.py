@@ -179,7 +179,7 @@ def _figures(passes: Sequence[Pass]) -> dict[str, Any]:
 
 
 def _payload_bytes(text: str) -> int:
-    """The bytes of a payload of so many MiB."""
+    """The bytes of a payload, from a flag in MiB."""
     try:
         size = float(text)
     except ValueError:

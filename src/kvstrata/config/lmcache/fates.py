@@ -37,15 +37,15 @@ class Fate(enum.StrEnum):
 
 
 class Name(NamedTuple):
-    """`target`: our setting, for KEPT and TRANSLATED (dotted path).  `say`: the log line or error, without the name."""
+    """`target`: our setting (dotted path), for KEPT and TRANSLATED.  `say`: the log line or error, without the name."""
 
     fate: Fate
     target: str = ""
     say: str = ""
     harmless: tuple[str, ...] = ()
-    """Values with which a refused name asks for nothing that we do not do anyway."""
+    """Values with which a refused name is accepted, since they ask for what happens anyway."""
     factor: int = 0
-    """For TRANSLATED: our number is LMCache's number times this; 0: the value is a text, ours unchanged."""
+    """For TRANSLATED: factor from LMCache's number to ours; 0: the value is a text, which stays unchanged."""
     also: str = ""
     """For TRANSLATED: a setting that gets the same value unless it is given too."""
 
