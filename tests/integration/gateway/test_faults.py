@@ -17,7 +17,7 @@ import pytest
 from tests.harness import amount
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import Behaviour, Got, Line, ScriptedEngine, chat, delta
-from tests.harness.waiting import eventually_async
+from tests.harness.waiting import eventually_async, until
 from tests.integration.gateway.conftest import Start, at_rest, envoy_mb, status_of
 from tests.integration.gateway.test_door import HEAD, KEYS, bearer, tenants
 from tests.integration.gateway.test_proxy import CHAT, ask
@@ -232,15 +232,32 @@ async def test_an_engine_whose_models_are_garbage_does_not_serve_and_harms_nobod
 
 
 async def test_retries_are_bounded_when_all_engines_fail(start, session):
-    engines = [ScriptedEngine(behaviour=busy(503)) for _ in range(3)]
-    gateway = await start(*engines)
+    count, ended = 100, 0
+    all_came, go_on = asyncio.Event(), asyncio.Event()
+
+    async def fails(got: Got, line: Line) -> None:
+        """The first tries fail together, so that all requests are under way; their retries wait."""
+        if tries() >= count:
+            all_came.set()
+        await (go_on if all_came.is_set() and tries() > count else all_came).wait()
+        await busy(503)(got, line)
+
+    def tries() -> int:
+        return sum(len(engine.got) for engine in engines)
 
     async def one() -> int:
+        nonlocal ended
         async with session.post(gateway.url + CHAT, json=ask()) as response:
+            ended += 1
             return response.status
 
-    assert await asyncio.gather(*(one() for _ in range(100))) == [503] * 100
-    assert 100 < sum(len(engine.got) for engine in engines) < 300, "fewer than each request at each engine"
+    engines = [ScriptedEngine(behaviour=fails) for _ in range(3)]
+    gateway = await start(*engines)
+    requests = [asyncio.create_task(one()) for _ in range(count)]
+    await until(lambda: ended + tries() >= 2 * count)
+    assert count < tries() <= 1.3 * count, "a fifth of those under way, retries included"
+    go_on.set()
+    assert await asyncio.gather(*requests) == [503] * count
 
 
 def usages() -> Iterator[str]:
