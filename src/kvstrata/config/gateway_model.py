@@ -87,7 +87,7 @@ class TimeoutSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the gateway finds out which engines serve requests."""
+    """Probes of engines."""
 
     probe_s: Annotated[float, says(
         "Time between two probes of an engine (/health, /v1/models), in seconds.", ge=0.05, le=3_600)] = 5.0
@@ -121,7 +121,7 @@ class TokenizerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class TokenSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the policies `auto` and `ttft` get the token ids of prompts that are text."""
+    """Sources of text prompts' token ids, for the policies `auto` and `ttft`."""
 
     tokenizers: Annotated[list[TokenizerSettings], says(
         "Tokenizers of models. Each is compared with the engines of its model (/tokenize), and used only for "
@@ -147,7 +147,7 @@ OtherGateway = Annotated[
 
 
 class SharingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What gateways in front of the same engines share with each other."""
+    """Exchange of events between gateways in front of the same engines."""
 
     gateways: Annotated[list[OtherGateway], says(
         "Ports of the other gateways in front of the same engines, as `HOST:PORT`; `dns+NAME:PORT` stands for all "

@@ -211,7 +211,7 @@ class Door:
         self._known_host: bytes | None = None
         """The last accepted `Host`, so that the same one need not be checked again."""
         self._tenants: dict[bytes, Tenant] = {}
-        """By the digest of the key, so that the time of a look-up reveals nothing about the keys."""
+        """By digest of the API key, so that the time of a look-up reveals nothing about keys."""
 
     @property
     def knows_tenants(self) -> bool:

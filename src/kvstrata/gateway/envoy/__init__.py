@@ -1,1 +1,1 @@
-"""Envoy, which carries requests and answers: its configuration, its process, and our filter inside it."""
+"""Envoy, which transports requests and responses: its configuration, its process, and the watcher filter in it."""

@@ -103,7 +103,7 @@ def decoded(payload: bytes) -> Batch:
 
 
 class Cache:
-    """See the module. Belongs to the watcher's thread; other threads read only its numbers and `slot`."""
+    """One engine's blocks. Belongs to the watcher's thread; other threads read only its numbers and `slot`."""
 
     def __init__(
         self,

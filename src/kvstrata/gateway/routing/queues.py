@@ -165,7 +165,7 @@ class Flight:
 
 
 class Queue:
-    """See the module. Belongs to the event loop; nothing else changes the counters of its `state`."""
+    """One engine's queue. Belongs to the event loop; nothing else changes the counters of its `state`."""
 
     def __init__(self, state: EngineState, rates: PrefillRates) -> None:
         self.state, self.rates = state, rates
