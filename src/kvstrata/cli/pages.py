@@ -190,7 +190,9 @@ def warnings_of(seen: Seen) -> list[str]:
     if status["sessions"]["leases_revoked"]:
         found.append(f"{status['sessions']['leases_revoked']} revoked leases have not been released yet")
     if status["log"]["dropped_lines"]:
-        found.append(f"{status['log']['dropped_lines']} log lines were dropped: nobody read the log")
+        found.append(
+            f"{status['log']['dropped_lines']} log lines were dropped: the log was not read fast enough"
+        )
     return found
 
 

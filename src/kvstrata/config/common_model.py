@@ -58,4 +58,4 @@ class PortSecuritySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     """Settings that guard ports off loopback."""
 
     curve_secret_file: Annotated[str, says("File with the server's CURVE secret key (Z85, 40 characters).")] = ""
-    insecure: Annotated[bool, says("Open ports without a key or token to everybody.")] = False
+    insecure: Annotated[bool, says("Open ports that require no key or token, to anyone who can reach them.")] = False

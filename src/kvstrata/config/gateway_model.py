@@ -108,7 +108,7 @@ class PickerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tls_key_file: Annotated[str, says("File with the certificate's key (PEM).")] = ""
     tls_ca_file: Annotated[str, says(
         "File with the CA certificates (PEM) that must have signed Envoy's certificate; other clients are refused. "
-        "Empty: everybody who reaches the port may use it.")] = ""
+        "Empty: anyone who can reach the port may use it.")] = ""
 
 
 class TokenizerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

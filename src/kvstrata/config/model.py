@@ -75,7 +75,7 @@ class HttpSettings(ListenSettings, frozen=True, kw_only=True):
 class SecuritySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings that guard the sockets and the admin port."""
 
-    insecure: Annotated[bool, says("Open ports without a key or token to everybody.")] = False
+    insecure: Annotated[bool, says("Open ports that require no key or token, to anyone who can reach them.")] = False
 
     tenants_file: Annotated[str, says(
         "File of lines `TOKEN TENANT [TENANT ...]`: a process that attaches with the token may use these tenants, "

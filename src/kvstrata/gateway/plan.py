@@ -181,7 +181,7 @@ def _picker_checks(settings: GatewaySettings) -> Iterator[Check]:
         not (is_loopback(host) or picker.tls_ca_file or settings.insecure),
         "picker.listen",
         f"{host!r} is not loopback, and any Envoy could connect: name tls_ca_file, or use --insecure to answer "
-        "everybody who reaches this port",
+        "anyone who can reach this port",
     )
     for i, engine in enumerate(settings.engines):
         yield (

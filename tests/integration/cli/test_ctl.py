@@ -129,7 +129,7 @@ def output(kind: str) -> Iterator[int]:
     ("kind", "status", "says"),
     [
         ("gone", Exit.READER_GONE, ""),
-        ("/dev/full", Exit.OUTPUT, "standard output cannot be written: No space left on device"),
+        ("/dev/full", Exit.OUTPUT, "cannot write to standard output: No space left on device"),
     ],
 )
 def test_output_that_is_lost_has_a_status(kind: str, status: int, says: str, unbuffered: str) -> None:

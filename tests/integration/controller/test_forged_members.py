@@ -40,7 +40,7 @@ def test_a_forged_registration_is_refused_counted_and_logged_and_the_rightful_in
     a, b = instance("a").join({"l1": tags_of(range(10))}), instance("b").join({})
     for incarnation in (a.incarnation + 1, (1 << 63) - 1, a.incarnation):
         forged = stranger("a", incarnation=incarnation)
-        with pytest.raises(Refused, match="belongs to another key") as refused:
+        with pytest.raises(Refused, match="belongs to the key of another instance") as refused:
             forged.register()
         assert (refused.value.code, refused.value.field) == ("wrong_key", "instance")
     a.register()

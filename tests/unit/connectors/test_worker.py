@@ -225,7 +225,7 @@ def test_vllm_sleeps_once_the_load_for_which_a_step_waits_has_ended(fake, device
 
 def test_vllm_may_not_sleep_while_a_copy_touches_its_memory(fake, side):
     step(side, StepPlan(1, stores=[store_of(1)]))
-    with pytest.raises(RuntimeError, match="request r goes on after 30 s"):
+    with pytest.raises(RuntimeError, match="request r still runs after 30 s"):
         side.suspend()
     assert fake.now_s == SLEEP_WAIT_S
     step(side, StepPlan(2, stores=[store_of(2)]))

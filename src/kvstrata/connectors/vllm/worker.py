@@ -133,8 +133,8 @@ class _Copies:
         for wait, request_id in ends:
             if not wait(max(0.0, deadline - self._now())):
                 raise RuntimeError(
-                    f"a copy of KV of request {request_id} goes on after {SLEEP_WAIT_S:.0f} s, so the memory of the KV "
-                    "cache cannot be freed; try to sleep again"
+                    f"a copy of KV of request {request_id} still runs after {SLEEP_WAIT_S:.0f} s, so the memory of "
+                    "the KV cache cannot be freed; try to sleep again"
                 )
 
     def _note_part(self, load: Load) -> None:

@@ -129,7 +129,7 @@ class Envoy:
             except OSError as error:
                 if not self.place.folder.exists():
                     raise  # only a start makes another one
-                note = "Envoy goes on with the engines that it knows"
+                note = "Envoy continues with the engines that it knows"
                 self._log.repeated(30, "", "engines_not_written", reason=str(error), note=note)
                 return
             self._written = content
