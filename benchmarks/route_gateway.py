@@ -17,7 +17,7 @@ import msgspec
 
 from benchmarks.route_loads import Asked
 from kvstrata.config.gateway_model import Contract, SloSettings
-from kvstrata.gateway.choosing import PREFILLS, Choice, Choosing, Wanted
+from kvstrata.gateway.choosing import PREFILL_NUMBER_OFFSET, Choice, ChoiceInputs, Choosing
 from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.metering import Meters
@@ -211,7 +211,7 @@ class Run:
         if self.outside is not None:
             serving = {one.name: self.engines[one.name] for one in self.fleet.serving(MODEL)}
             made_by = self.outside.engine_for(serving, request, at_ps)
-        wanted = Wanted(
+        wanted = ChoiceInputs(
             word=str(number),
             number=number,
             model=MODEL,
@@ -243,7 +243,7 @@ class Run:
         helpers = self.fleet.targets(MODEL).helpers
         best = min(helpers, key=lambda one: (one.load.queue_s(self.now_s), one.load.requests, one.name))
         wanted = choice.wanted
-        theirs = wanted._replace(number=PREFILLS + wanted.number, slo=None)
+        theirs = wanted._replace(number=PREFILL_NUMBER_OFFSET + wanted.number, slo=None)
         exact, loadable = choice.cached_exact, choice.loadable
         choice.prefill = Choice(theirs, best, 0, exact, loadable, choice.at_s)
         choice.cached_tokens = max(0, wanted.tokens - 1)

@@ -2,7 +2,7 @@
 
 Each request comes to a gateway at random, as behind a load balancer without affinity.  Each gateway is the production
 code (benchmarks/route_gateway.py) with an index, queues, rates and prefixes of its own; they tell each other frames of
-the production code (`Teller`, `Others`), which arrive FRAME_S later.  Three settings:
+the production code (`EventSender`, `Others`), which arrive FRAME_S later.  Three settings:
 
     heard       all gateways hear the engines' KV events, and share
     unheard     the engines publish none, or their prompts' token ids are unknown: only what was sent is known; shared
@@ -26,7 +26,7 @@ from benchmarks.common import compared, percentile, sized
 from benchmarks.route_fleet import ENGINES, LEVEL, MODEL, SEED
 from benchmarks.route_gateway import Heard, Run
 from benchmarks.route_loads import LOADS, at_rate
-from kvstrata.gateway.choosing import Choice, Choosing, Wanted
+from kvstrata.gateway.choosing import Choice, ChoiceInputs, Choosing
 from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.metering import Meters
@@ -35,7 +35,7 @@ from kvstrata.gateway.residency.knowledge import Index
 from kvstrata.gateway.routing.choose import POLICIES
 from kvstrata.gateway.sharing.others import Others
 from kvstrata.gateway.sharing.sockets import FLUSH_S
-from kvstrata.gateway.sharing.telling import Teller, frame_of
+from kvstrata.gateway.sharing.telling import EventSender, frame_of
 from kvstrata.testing.engine_sim.engine_model import EngineModel
 
 GATEWAYS = 4
@@ -52,7 +52,7 @@ class Gateway(NamedTuple):
     choosing: Choosing
     index: Index
     others: Others
-    teller: Teller
+    teller: EventSender
 
 
 class Gateways(Run):
@@ -80,11 +80,11 @@ class Gateways(Run):
             fleet.up(engine, {"m": {}})
             index.add(engine.name)
         choosing = Choosing(POLICIES["auto"], fleet, Heard(index), Meters({}), self.clock)
-        teller = Teller(lambda: self._push(self.now_s + FRAME_S, TOLD, teller))
+        teller = EventSender(lambda: self._push(self.now_s + FRAME_S, TOLD, teller))
         choosing.teller = teller if shares else None
         return Gateway(choosing, index, Others(fleet, choosing.prefixes, self.clock), teller)
 
-    def choose(self, wanted: Wanted) -> Choice | None:
+    def choose(self, wanted: ChoiceInputs) -> Choice | None:
         """By the gateway at which the request arrives."""
         gateway = self._of[wanted.number] = self._at.choice(self._gateways)
         return gateway.choosing.choose(wanted if self._heard else wanted._replace(prompt=None))

@@ -278,7 +278,7 @@ class Admission(Numbers):
         assert wanted is not None
         choice = choosing.choose(wanted, request.without)
         if choice is None:
-            self._settle(request, choosing.none_serves(wanted.model))
+            self._settle(request, choosing.no_engine_failure(wanted.model))
             return
         if (late_s := choosing.late_s(choice, request)) > 0:
             slo = choosing.slo_of(request)

@@ -28,18 +28,18 @@ from kvstrata.gateway.routing.model import Copy, Decision, Knowledge, Request, T
 from kvstrata.gateway.routing.price import longest
 from kvstrata.gateway.routing.queues import Flight, Sending
 from kvstrata.gateway.routing.rates import Decoded
-from kvstrata.gateway.sharing.telling import Sent, Teller
+from kvstrata.gateway.sharing.telling import EventSender, Sent
 
 if TYPE_CHECKING:
     from kvstrata.gateway.request import Request as Arrived
     from kvstrata.gateway.residency.knowledge import Residency
 
 
-PREFILLS = 1 << 62
+PREFILL_NUMBER_OFFSET = 1 << 62
 """Added to a request's number to get the number of its prefill at another engine."""
 
 
-class Wanted(NamedTuple):
+class ChoiceInputs(NamedTuple):
     """A request's inputs for the choice."""
 
     word: str
@@ -72,7 +72,7 @@ class Wanted(NamedTuple):
 class Choice:
     """The choice of an engine for a request, its inputs, and the request's progress at the engine."""
 
-    wanted: Wanted
+    wanted: ChoiceInputs
     engine: ServingEngine
     cached_tokens: int
     """Number of the prompt's tokens that the engine is expected to have cached."""
@@ -118,7 +118,7 @@ class Choosing:
         self._now_s = now_s
         self.prefixes = Prefixes()
         self.decisions = Decisions(now_s)
-        self.teller: Teller | None = None
+        self.teller: EventSender | None = None
         """Sends this gateway's events to other gateways; None: no sharing."""
         self._busy: dict[str, float] = {}
         """By peer: when all planned loads from it are expected to have ended."""
@@ -131,7 +131,7 @@ class Choosing:
         """The engines and ranks to which a request of a model may be sent."""
         return self._fleet.targets(model, without).targets
 
-    def choose(self, wanted: Wanted, tried: Iterable[ServingEngine] = ()) -> Choice | None:
+    def choose(self, wanted: ChoiceInputs, tried: Iterable[ServingEngine] = ()) -> Choice | None:
         """Choose an engine for a request, without those in `tried`; None if no other engine serves its model."""
         serving = self._fleet.targets(wanted.model, tried)
         if not serving.targets:
@@ -167,7 +167,7 @@ class Choosing:
         tiers: set[Tier] = {copy.tier for copy in knowledge.copies} - {"l0"}
         if wanted.contract:
             tiers |= {"l1", "peer"} if self._fleet.peers and wanted.contract == "kvstrata" else {"l1"}
-        self._fleet.know_paths(tiers)
+        self._fleet.add_path_tiers(tiers)
         loads = serving.loads
         helpers = [one.load for one in serving.helpers]
         decision = choose(
@@ -194,7 +194,7 @@ class Choosing:
             return choice
         helper = self._fleet.target(leg.engine)
         assert helper is not None
-        number = PREFILLS + wanted.number
+        number = PREFILL_NUMBER_OFFSET + wanted.number
         theirs = wanted._replace(number=number, word=f"{wanted.word}-prefill", streams=True, slo=None)
         own = Decision(policy=decision.policy, engine=leg.engine, reason=decision.reason, way=leg.way)
         choice.prefill = self._choice(theirs, helper, knowledge, own)
@@ -206,7 +206,7 @@ class Choosing:
         return share >= 1.0 or zlib.crc32(f"{number} {engine.name}".encode()) < share * (1 << 32)
 
     def _choice(
-        self, wanted: Wanted, engine: ServingEngine, knowledge: Knowledge, decision: Decision | None
+        self, wanted: ChoiceInputs, engine: ServingEngine, knowledge: Knowledge, decision: Decision | None
     ) -> Choice:
         name, way = engine.name, decision.way if decision is not None else None
         held = (copy.tokens for copy in knowledge.copies if copy.engine == name and copy.tier != "l0")
@@ -214,7 +214,7 @@ class Choosing:
         cached_tokens = min(way.cached_tokens, wanted.tokens - 1) if way is not None else 0
         return Choice(wanted, engine, cached_tokens, exact, loadable, self._now_s(), decision)
 
-    def _knowledge(self, wanted: Wanted, generations: Mapping[str, int], now_s: float) -> Knowledge:
+    def _knowledge(self, wanted: ChoiceInputs, generations: Mapping[str, int], now_s: float) -> Knowledge:
         if wanted.prompt is None:
             return Knowledge(copies=self.prefixes.copies(wanted.keys, generations, now_s))
         known = self._residency.known(wanted.prompt)
@@ -227,17 +227,17 @@ class Choosing:
             block_life_s=self._residency.block_life_s,
         )
 
-    def _sharing(self, wanted: Wanted, knowledge: Knowledge) -> int:
+    def _sharing(self, wanted: ChoiceInputs, knowledge: Knowledge) -> int:
         """Number of requests in flight whose prompts begin with this prompt's longest prefix that an engine has."""
         pieces = longest(knowledge) // PIECE_TOKENS
         return (
             self._sent.get(wanted.keys[min(pieces, len(wanted.keys)) - 1], 0) if pieces and wanted.keys else 0
         )
 
-    def none_serves(self, model: str) -> Failure:
+    def no_engine_failure(self, model: str) -> Failure:
         """The refusal if no engine was found for a model (empty: for any model)."""
         is_known = model in self._fleet.served  # an engine that had it may be restarting
-        if model and not is_known and self._fleet.knows_all_models() and not self._fleet.serving(model):
+        if model and not is_known and self._fleet.all_are_up() and not self._fleet.serving(model):
             return Failure(404, "model_not_found", f"model: no engine here has {model!a:.200}", "model")
         known = len(self._fleet.engines)
         that = f" that has the model {model!a:.200}" if model else ""
@@ -295,7 +295,7 @@ class Choosing:
         wanted, engine, way = choice.wanted, choice.engine, choice.way
         loads = way is not None and way.load_tokens > 0
         if way is not None and loads and choice.flight is not None:
-            choice.flight.spoil()  # its time to first token includes a load, so it does not measure the prefill rate
+            choice.flight.exclude_sample()  # its time to first token includes a load
             if (path := engine.load.paths.get(way.tier)) is not None:  # peers may have gone since the choice
                 before_s = self._busy.get(way.source, 0.0)
                 path.free_s = max(path.free_s, before_s, self._now_s()) + way.load_tokens / path.tokens_s
@@ -380,7 +380,7 @@ class Choosing:
         share = min(1.0, cached / prompt)
         if choice.flight is not None:
             if min(cached, choice.loadable) > choice.cached_exact:
-                choice.flight.spoil()  # part of the prompt was loaded: its time does not measure the prefill rate
+                choice.flight.exclude_sample()  # part of the prompt was loaded, not computed
             # Only the share is the engine's: an engine that reports too many tokens must not seem faster for it.
             choice.flight.report(round(wanted.tokens * (1.0 - share)))
         lacking = self.prefixes.mistaken(

@@ -22,7 +22,7 @@ from kvstrata.config.gateway_model import GatewayTenantSettings
 from kvstrata.gateway.envoy.configuration import LENGTH, STREAM, UNSIZED_BYTES, heap_bytes
 from kvstrata.gateway.errors import MAX_BODY_BYTES, Failure
 from kvstrata.gateway.marks import BROKE_OFF, CANCELLED, OK
-from kvstrata.gateway.picker.at_once import in_task
+from kvstrata.gateway.picker.taskless import in_task
 from kvstrata.patience import patience
 from kvstrata.process.http_gate import Access
 
@@ -39,7 +39,7 @@ NEWEST = 0.1
 Headers = Mapping[bytes, bytes]
 
 
-class Arriving:
+class ArrivingBodies:
     """Long bodies of tenants that Envoy is collecting, until it asks for an engine or reports the request's end.
 
     The sum of their announced lengths may reach a quarter of Envoy's heap limit, and half of that for one tenant.
@@ -107,7 +107,7 @@ class Bucket:
         return self.used
 
 
-class Tenancy(NamedTuple):
+class TenantUse(NamedTuple):
     """A tenant's current use."""
 
     in_flight: int
@@ -183,9 +183,9 @@ class Tenant:
         if estimate:
             self._tokens.used = max(0.0, self._tokens.used - estimate + used)
 
-    def uses(self, now_s: float) -> Tenancy:
+    def uses(self, now_s: float) -> TenantUse:
         """The tenant's current use."""
-        return Tenancy(self.in_flight, self._tokens.drained(self.settings.tokens_per_s, now_s))
+        return TenantUse(self.in_flight, self._tokens.drained(self.settings.tokens_per_s, now_s))
 
     async def leaving(self) -> None:
         """Wait up to GRACE_S until one of the tenant's requests has ended.
@@ -205,7 +205,7 @@ class Door:
     def __init__(self, access: Access, now_s: Callable[[], float], *, loopback: bool) -> None:
         """`loopback`: the port is reachable from this machine only."""
         self.access = access
-        self.arriving = Arriving()
+        self.arriving = ArrivingBodies()
         self._loopback = loopback
         self._now_s = now_s
         self._known_host: bytes | None = None
@@ -214,7 +214,7 @@ class Door:
         """By digest of the API key, so that the time of a look-up reveals nothing about keys."""
 
     @property
-    def knows_tenants(self) -> bool:
+    def needs_keys(self) -> bool:
         """Whether clients need a key."""
         return bool(self._tenants)
 
@@ -223,7 +223,7 @@ class Door:
         """All tenants."""
         return list(self._tenants.values())
 
-    def uses(self) -> dict[str, Tenancy]:
+    def uses(self) -> dict[str, TenantUse]:
         """Each tenant's current use, by name."""
         now_s = self._now_s()
         return {tenant.name: tenant.uses(now_s) for tenant in self.tenants}
@@ -237,7 +237,7 @@ class Door:
             tenant.settings = settings
             self._tenants[_digest(key.encode())] = tenant
 
-    def knows_sender(self, headers: Headers, path: str) -> Failure | None:
+    def origin_failure(self, headers: Headers, path: str) -> Failure | None:
         """The refusal by rule 1; None: the sender is allowed, or rule 2 applies."""
         if not self._loopback or self._tenants:
             return None
@@ -251,7 +251,7 @@ class Door:
             return Failure(403, "unknown_origin", says)
         return None
 
-    def lets_in(self, headers: Headers) -> Failure | None:
+    def body_failure(self, headers: Headers) -> Failure | None:
         """Authenticate the sender of a long body, and count the body; None: Envoy may receive it, else the refusal."""
         tenant, length = self.tenant_of(headers), headers.get(LENGTH.encode(), b"")
         if not isinstance(tenant, Tenant):

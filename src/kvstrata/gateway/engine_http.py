@@ -37,7 +37,7 @@ class Address(NamedTuple):
     """The name from which `host` was resolved, for the TLS certificate and the header Host; empty: `host` itself."""
 
 
-class Asker:
+class HttpClient:
     """An HTTP/1.1 client. Belongs to the event loop."""
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:

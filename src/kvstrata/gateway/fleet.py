@@ -192,9 +192,9 @@ class Fleet:
             if kept.get(engine.name) is not engine:
                 self._log.info("engine_left", engine=engine.name, in_flight=engine.in_flight)
                 self.set_ranks(engine, 0)
-                self._leaves(engine, "no longer in the settings")
+                self._retire(engine, "no longer in the settings")
         for engine in kept.values():
-            self._tell_ranks(engine)
+            self._update_ranks(engine)
         for engine in (*fresh, *redivided):
             self.set_ranks(engine, engine.place.ranks)
         self.changed()
@@ -205,14 +205,14 @@ class Fleet:
         count = count if count > 1 else 0
         left, engine.ranks = engine.ranks[count:], engine.ranks[:count]
         for rank in left:
-            self._leaves(rank, "its engine has fewer ranks")
+            self._retire(rank, "its engine has fewer ranks")
         for number in range(len(engine.ranks), count):
             place = engine.place._replace(name=f"{engine.name}@{number}")
             engine.ranks.append(ServingEngine(place, self.rates, engine, number))
-        self._tell_ranks(engine)
+        self._update_ranks(engine)
         self.changed()
 
-    def _tell_ranks(self, engine: ServingEngine) -> None:
+    def _update_ranks(self, engine: ServingEngine) -> None:
         """Copy an engine's place and state to its ranks. Must be called after each change of an engine."""
         self._serving.clear()
         for rank in engine.ranks:
@@ -228,13 +228,13 @@ class Fleet:
         self._instance_of, self.peers = instance_of, peers
         self._tiers -= set() if peers else {"peer"}
         for engine in self.engines.values():
-            self._tell_ranks(engine)
+            self._update_ranks(engine)
 
-    def _leaves(self, target: ServingEngine, reason: str) -> None:
+    def _retire(self, target: ServingEngine, reason: str) -> None:
         """Send a target no more requests; it is forgotten when its requests have ended."""
         target.state, target.reason = EngineState.LEAVING, reason
         if target.queue.period is not None:
-            target.queue.period.spoil()
+            target.queue.period.exclude_sample()
         self.rates.forget(target.name)
         self.decode_rates.forget(target.name)
         self._leaving.append(target)
@@ -260,7 +260,7 @@ class Fleet:
             self.served = dict.fromkeys([*self.served, *models][-MAX_NAMES:])
         if engine.models != models:
             engine.models, self._several = dict(models), None
-            self._tell_ranks(engine)
+            self._update_ranks(engine)
         engine.failed_probes = 0
         if engine.state is EngineState.LEAVING or engine.state is EngineState.UP:
             return
@@ -269,7 +269,7 @@ class Fleet:
             self._returned.add(engine)
         engine.state, engine.reason, engine.is_silent = EngineState.UP, "", False
         engine.up_since_s = self._now_s()
-        self._tell_ranks(engine)
+        self._update_ranks(engine)
         self._log.info("engine_up", engine=engine.name, models=",".join(sorted(models))[:500])
         self.changed()
 
@@ -280,7 +280,7 @@ class Fleet:
         if engine.state is not EngineState.DOWN:
             self._log.warning("engine_down", engine=engine.name, reason=reason, in_flight=engine.in_flight)
         engine.state, engine.reason, engine.is_silent = EngineState.DOWN, reason, silent
-        self._tell_ranks(engine)
+        self._update_ranks(engine)
         self.changed()
 
     def next_room_s(self) -> float:
@@ -383,7 +383,7 @@ class Fleet:
         entry = self._entry(model)
         return "" if entry is None else _word(entry.get("parent")) or model
 
-    def know_paths(self, tiers: set[Tier]) -> None:
+    def add_path_tiers(self, tiers: set[Tier]) -> None:
         """Keep `EngineState.paths` to these tiers too from now on, at their last measured rates."""
         if not tiers <= self._tiers:
             self._tiers |= tiers
@@ -397,7 +397,7 @@ class Fleet:
             path = load.paths[tier] = load_path(target.told, tier, load.prefill_tokens_s)
             path.free_s = before[tier].free_s if tier in before else 0.0
 
-    def knows_all_models(self) -> bool:
+    def all_are_up(self) -> bool:
         """Whether all engines are up, so that a model that none of them has does not exist."""
         return bool(self.engines) and all(engine.state is EngineState.UP for engine in self.engines.values())
 

@@ -19,7 +19,7 @@ import msgspec
 
 from kvstrata.config.gateway_model import KubernetesSettings
 from kvstrata.errors import ConfigError
-from kvstrata.gateway.engine_http import Address, Asker, LinkBroken, Unreachable
+from kvstrata.gateway.engine_http import Address, HttpClient, LinkBroken, Unreachable
 from kvstrata.gateway.fleet import Place, endpoint_of
 from kvstrata.observability.logging import EventLog
 from kvstrata.patience import patience
@@ -127,7 +127,7 @@ class Endpoints:
         self._account = account
         self._api_key = api_key
         self._found = found
-        self._asker = Asker(account.tls())
+        self._asker = HttpClient(account.tls())
         self._places: list[Place] | None = None
         self._log = EventLog("kubernetes")
 

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from kvstrata.config.gateway_model import EngineSettings, HealthSettings
-from kvstrata.gateway.engine_http import Asker, LinkBroken, Unreachable, addresses_of
+from kvstrata.gateway.engine_http import HttpClient, LinkBroken, Unreachable, addresses_of
 from kvstrata.gateway.fleet import (
     DNS,
     EngineState,
@@ -70,7 +70,7 @@ class Probing:
         self,
         fleet: Fleet,
         settings: HealthSettings,
-        asker: Asker,
+        asker: HttpClient,
         supervisor: Supervisor,
         now_s: Callable[[], float],
         residency: Residency,
@@ -102,7 +102,7 @@ class Probing:
         self._found = places
         self._apply()
 
-    def listens(self, wanted: bool) -> None:
+    def set_listening(self, wanted: bool) -> None:
         """Set whether to subscribe to engines' KV events."""
         self._listens = wanted
         if not wanted:
@@ -157,7 +157,7 @@ class Probing:
         reason, silent = "", False
         try:
             async with asyncio.timeout(self.settings.timeout_s):
-                if strangers := await asyncio.to_thread(_strangers, engine.place):
+                if strangers := await asyncio.to_thread(_foreign_listener, engine.place):
                     engine.is_foreign = True
                     self._fleet.down(engine, strangers)
                     return
@@ -280,7 +280,7 @@ def uid_of(user: str) -> int:
     return -1
 
 
-def _strangers(place: Place) -> str:
+def _foreign_listener(place: Place) -> str:
     """The reason why the process that listens at a local place cannot be its engine; empty: it can. Any thread."""
     uids: set[int] = set()
     host, port = place.address.host, place.address.port

@@ -25,7 +25,7 @@ from kvstrata.gateway.admission import Admission
 from kvstrata.gateway.choosing import Choosing
 from kvstrata.gateway.controllers.asking import Controllers
 from kvstrata.gateway.door import Door
-from kvstrata.gateway.engine_http import Asker
+from kvstrata.gateway.engine_http import HttpClient
 from kvstrata.gateway.envoy.process import Envoy, program
 from kvstrata.gateway.fleet import Fleet
 from kvstrata.gateway.handover.legs import Legs
@@ -33,7 +33,7 @@ from kvstrata.gateway.kubernetes import Endpoints
 from kvstrata.gateway.metering import Measured, Meters, measured
 from kvstrata.gateway.metrics import Glance, sections
 from kvstrata.gateway.parts import Parts
-from kvstrata.gateway.picker.front import Front
+from kvstrata.gateway.picker.front import AuthzServer
 from kvstrata.gateway.plan import Plan, plan
 from kvstrata.gateway.probing import Probing
 from kvstrata.gateway.reading import Reader
@@ -81,7 +81,7 @@ class Gateway(Process):
         settings, now_s = self._plan.settings, time.monotonic
         listener = listen(settings.http, flag="--port")
         self.closers.append(soon(listener.close))
-        asker = Asker()
+        asker = HttpClient()
         fleet = Fleet(now_s)
         meters = Meters({one.name: one for one in settings.slo})
         requests, legs = Requests(), Legs(asker)
@@ -111,7 +111,7 @@ class Gateway(Process):
         )
         self.closers.append(controllers.close)
         self._probing = probing = Probing(fleet, settings.health, asker, self.supervisor, now_s, residency)
-        probing.listens(settings.predicts)
+        probing.set_listening(settings.predicts)
         self._parts = parts = Parts(
             settings, now_s, door, fleet, meters, reader, residency, tokens, choosing, admission, controllers,
             requests, probing.suspect, legs, sharing,
@@ -193,7 +193,7 @@ class Gateway(Process):
         held.bind((host, listener.port))
         self._envoy = envoy = Envoy(self._settings, parts.fleet, parts.requests, host, listener.port)
         self.closers.append(envoy.close)
-        front = Front(parts)
+        front = AuthzServer(parts)
         await front.start(envoy.place.picker)
         pages = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         pages.bind(str(envoy.place.pages))
@@ -274,7 +274,7 @@ class Gateway(Process):
                     await self._envoy.drain()
                 while True:
                     idle.clear()
-                    left_s = max(quiet_s, requests.came_s) + lingers_s - parts.now_s()
+                    left_s = max(quiet_s, requests.newest_arrival_s) + lingers_s - parts.now_s()
                     if self._in_flight:
                         await idle.wait()
                     elif left_s > 0:
@@ -318,7 +318,7 @@ class Gateway(Process):
         parts.controllers.set(settings.controllers, newer.controller_keys)
         parts.tokens.set(settings.tokens, newer.tokenizers)
         self._probing.settings = settings.health
-        self._probing.listens(settings.predicts)
+        self._probing.set_listening(settings.predicts)
         parts.door.set_tenants(newer.tenants)
         self._probing.set_engines(newer.engines)
         return Changes(settings, applied, changed - applied).shown()

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kvstrata.config.gateway_model import GatewaySettings, SloSettings
-from kvstrata.gateway.choosing import Wanted
+from kvstrata.gateway.choosing import ChoiceInputs
 from kvstrata.gateway.door import Headers, Tenant
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet
@@ -21,11 +21,11 @@ from kvstrata.gateway.routes import (
     MAX_SESSION_CHARS,
     RESPONSES,
     ROUTES,
-    Asked,
-    asked,
-    cut_short,
+    BodyFields,
+    any_engine_answers,
     ids_in,
-    is_any,
+    parse_body,
+    parse_body_start,
     response_of,
 )
 
@@ -50,7 +50,9 @@ class Reader:
         self._made_by: collections.OrderedDict[str, tuple[str, str]] = collections.OrderedDict()
         """Engine and tenant of each stored response, by the response's id, which the engine has drawn at random."""
 
-    def read(self, request: Request, body: bytes, slo: SloSettings | None, *, cut: bool) -> Wanted | Failure:
+    def read(
+        self, request: Request, body: bytes, slo: SloSettings | None, *, cut: bool
+    ) -> ChoiceInputs | Failure:
         """Parse a request's body into `request.asked`, and return the inputs for the choice of its engine.
 
         `slo`: its class of service. `cut`: `body` is only the first part of a longer body.
@@ -59,12 +61,12 @@ class Reader:
         assert route is not None
         kv_tenant = tenant.settings.kv_tenant if tenant is not None else ""
         response = response_of(path) if path not in ROUTES else ""
-        if response or is_any(path):
-            found: Asked | Failure = Asked(repeatable=route.repeatable)
+        if response or any_engine_answers(path):
+            found: BodyFields | Failure = BodyFields(repeatable=route.repeatable)
         elif cut:
-            found = cut_short(path, route, body, several=self._fleet.several())
+            found = parse_body_start(path, route, body, several=self._fleet.several())
         else:
-            found = asked(path, route, body)
+            found = parse_body(path, route, body)
         if isinstance(found, Failure):
             return found
         if kv_tenant and route.computes and not (route.salted or route.multipart):
@@ -91,7 +93,7 @@ class Reader:
             return Failure(400, "id_taken", says, "request_id")
         given = next((headers[name] for name in SESSIONS if headers.get(name)), b"").decode("latin-1")
         prompt = ids_in(found.text) if self.settings.predicts else None
-        return Wanted(
+        return ChoiceInputs(
             word=word,
             number=next(self._numbers),
             model=found.model,
@@ -106,7 +108,7 @@ class Reader:
             contract=self.settings.split if found.splits and (prompt or path in SAME_BODY) else "",
         )
 
-    def with_ids(self, found: Asked, wanted: Wanted, ids: array[int] | None) -> Wanted:
+    def with_ids(self, found: BodyFields, wanted: ChoiceInputs, ids: array[int] | None) -> ChoiceInputs:
         """`wanted` with the token ids of its text prompt; unchanged if `ids` is None (unknown) or empty."""
         if not ids:
             return wanted
@@ -145,14 +147,14 @@ class Reader:
         """Whether no other tenant has a response of this id."""
         return self._made_by.get(response, ("", request.sender))[1] == request.sender
 
-    def _keys(self, found: Asked, prompt: array[int] | None, tenant: str) -> list[bytes]:
+    def _keys(self, found: BodyFields, prompt: array[int] | None, tenant: str) -> list[bytes]:
         """The keys of the prompt's pieces; empty if the policy does not use them."""
         if not self.settings.predicts or not found.text:
             return []
         context = self._fleet.root(found.model).encode(), tenant.encode(), found.context
         return keys_of(context, found.text if prompt is None else prompt.tobytes(), self.secret)
 
-    def _prompt(self, found: Asked, prompt: array[int] | None) -> Prompt | None:
+    def _prompt(self, found: BodyFields, prompt: array[int] | None) -> Prompt | None:
         if prompt is None:
             return None
         tenant = found.kv_tenant if found.kv_tenant != self.settings.controllers.tenant else ""

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from kvstrata.gateway.choosing import Choice, Wanted
+from kvstrata.gateway.choosing import Choice, ChoiceInputs
 from kvstrata.gateway.door import IN_FLIGHT, Tenant
 from kvstrata.gateway.errors import MAX_BODY_BYTES, TOO_LARGE, Failure
 from kvstrata.gateway.fleet import ServingEngine, endpoint_of
 from kvstrata.gateway.handover.contracts import Fields
 from kvstrata.gateway.marks import CANCELLED, OK, Marks
-from kvstrata.gateway.routes import ROUTES, Asked, Route, answer_id, route_of
+from kvstrata.gateway.routes import ROUTES, BodyFields, Route, answer_id, route_of
 from kvstrata.gateway.routing.price import may_hand_over
 
 if TYPE_CHECKING:
@@ -88,8 +88,8 @@ class Request:
         self.priority = 0
         self.route: Route | None = None
         """None: not admitted by its head."""
-        self.asked = Asked()
-        self.wanted: Wanted | None = None
+        self.asked = BodyFields()
+        self.wanted: ChoiceInputs | None = None
         self.computed = False
         """Whether the gateway computed the prompt's token ids or had an engine render them."""
         self.without: frozenset[ServingEngine] = frozenset()
@@ -155,7 +155,7 @@ class Requests:
         self._deciding = 0
         self.idle: Callable[[], None] = lambda: None
         """Called when the last request under way has ended."""
-        self.came_s = 0.0
+        self.newest_arrival_s = 0.0
         """Time of the newest request's arrival."""
 
     @property
@@ -163,16 +163,16 @@ class Requests:
         """Number of requests under way."""
         return len(self._by_number) + self._deciding
 
-    def entered(self, stream: str) -> None:
-        """Stop counting a long body that `Door.lets_in` has counted if Envoy has reported its request's end before."""
+    def on_body_begins(self, stream: str) -> None:
+        """Stop counting a long body if Envoy has already reported the end of its request."""
         if stream in self._gone:
             self.parts.door.arriving.end(stream)
 
     def arrived(self, head: Head) -> Request:
         """Register a request that has arrived; the caller must call `decide` or `drop`."""
         self._deciding += 1
-        self.came_s = self.parts.now_s()
-        request = Request(head, self.came_s)
+        self.newest_arrival_s = self.parts.now_s()
+        request = Request(head, self.newest_arrival_s)
         if head.stream:
             self._by_stream[head.stream] = request
             request.left = head.stream in self._gone
@@ -249,7 +249,7 @@ class Requests:
             known = await parts.tokens.of(path, body, model, request.sender)
             request.computed, ids = known.ids is not None, known.ids if known.passes else None
             wanted = parts.reader.with_ids(request.asked, wanted, known.ids)
-        request.wanted = await parts.controllers.told(wanted)
+        request.wanted = await parts.controllers.with_copies(wanted)
         if subset is not None:  # Envoy would not use an endpoint outside of it
             request.without = frozenset(
                 one for one in parts.fleet if endpoint_of(one.place.address) not in subset
@@ -276,7 +276,7 @@ class Requests:
 
     def _chosen(self, request: Request, choice: Choice, fragment: bytes) -> Chosen:
         key = choice.engine.place.api_key
-        drops = bool(key) or self.parts.door.knows_tenants
+        drops = bool(key) or self.parts.door.needs_keys
         headers = {"x-request-id": request.head.word}
         if key:
             headers["authorization"] = f"Bearer {key}"
@@ -310,7 +310,7 @@ class Requests:
 
     # -- the answer --------------------------------------------------------------------------------------------
 
-    def early(self, number: int, at_s: float, response: str, *, first: bool) -> None:
+    def on_watcher_report(self, number: int, at_s: float, response: str, *, first: bool) -> None:
         """Handle a report of the watcher's pipe: the first token (`first`), or the stored response's id, or both."""
         if (request := self._by_number.get(number)) is not None:
             if first:
@@ -318,7 +318,7 @@ class Requests:
             if response:
                 self.parts.reader.answered(request, response)
 
-    def told(self, marks: Marks, now_s: float) -> None:
+    def on_log_line(self, marks: Marks, now_s: float) -> None:
         """Handle a line of the access log."""
         request = self._by_number.get(marks.number)
         if request is None:
@@ -344,7 +344,7 @@ class Requests:
         else:
             request.left = True
 
-    def none_runs(self, before_s: float) -> int:
+    def end_all_lost(self, before_s: float) -> int:
         """Take note that the gateway's own Envoy has no requests; returns the number of `lost` ones."""
         self.parts.door.arriving.clear()
         return self.lost(before_s)

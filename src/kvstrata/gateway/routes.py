@@ -54,7 +54,7 @@ ROUTES: dict[str, Route] = {
     **{f"/v1/audio/{name}": _AUDIO for name in ("transcriptions", "translations")},
 }
 """Paths of POST requests."""
-_SPLITS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", RESPONSES))
+_SPLIT_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", RESPONSES))
 """Paths whose prompts another engine could compute: a leg is the same request for one token."""
 _PREFIXES = {
     "/v1/chat/completions": "chatcmpl-",
@@ -62,7 +62,7 @@ _PREFIXES = {
     "/v1/messages": "chatcmpl-",
 }
 """By path, the prefix that vLLM puts before `X-Request-ID` to form the id of the answer."""
-_OF_RESPONSE = re.compile(r"/v1/responses/([A-Za-z0-9_-]{1,128})(?:/cancel)?")
+_RESPONSE_PATH = re.compile(r"/v1/responses/([A-Za-z0-9_-]{1,128})(?:/cancel)?")
 _MODEL = re.compile(rb'[{,]\s*"model"\s*:\s*"([^"\\]{1,1024})"')
 _TEXT = re.compile(rb'[{,]\s*"(?:messages|prompt|input)"\s*:\s*')
 _STREAM = re.compile(rb'[{,]\s*"stream"\s*:\s*true')
@@ -74,7 +74,7 @@ MAX_FIELD_HEAD_BYTES = 4_096
 MAX_BOUNDARY_BYTES = 256
 
 
-class Asked(NamedTuple):
+class BodyFields(NamedTuple):
     """The fields that the gateway reads from a request's body."""
 
     model: str = ""
@@ -150,7 +150,7 @@ _kv_params = msgspec.json.Decoder(_KvParams | None).decode
 
 def response_of(path: str) -> str:
     """The id of the stored response that a path names; empty: the path names none."""
-    match = _OF_RESPONSE.fullmatch(path)
+    match = _RESPONSE_PATH.fullmatch(path)
     return match[1] if match else ""
 
 
@@ -159,14 +159,14 @@ def answer_id(path: str, word: str, response: str) -> str:
     return _PREFIXES[path] + word if path in _PREFIXES else response
 
 
-def is_any(path: str) -> bool:
+def any_engine_answers(path: str) -> bool:
     """Whether any engine may answer a GET of this path."""
     return path in ("/v1/models", "/version", "/health", "/ping") or path.startswith("/v1/models/")
 
 
 def route_of(method: str, path: str) -> Route | Failure:
     """The properties of a request's path, or the reason why the gateway does not forward the request."""
-    if method == "GET" and is_any(path):
+    if method == "GET" and any_engine_answers(path):
         return _READS
     if method == "POST" and (route := ROUTES.get(path)) is not None:
         return route
@@ -183,11 +183,11 @@ def route_of(method: str, path: str) -> Route | Failure:
     return Failure(405, "wrong_method", f"{method:.20} is not a method of {path:.200}")
 
 
-def asked(path: str, route: Route, body: bytes) -> Asked | Failure:
+def parse_body(path: str, route: Route, body: bytes) -> BodyFields | Failure:
     """Read the fields of a whole body."""
     if route.multipart:
         model = _checked(_model_in_form(body))
-        return model if isinstance(model, Failure) else Asked(model)
+        return model if isinstance(model, Failure) else BodyFields(model)
     try:
         found = _decode(body)
     except msgspec.ValidationError:
@@ -210,7 +210,7 @@ def asked(path: str, route: Route, body: bytes) -> Asked | Failure:
     model = _checked(found.model)
     if isinstance(model, Failure):
         return model
-    return Asked(
+    return BodyFields(
         model,
         session[:MAX_SESSION_CHARS],
         route.repeatable and not stores,
@@ -222,13 +222,13 @@ def asked(path: str, route: Route, body: bytes) -> Asked | Failure:
         tenant,
         found.stream is True,
         "cache_salt" if found.cache_salt else "kv_transfer_params" if found.kv_transfer_params else "",
-        path in _SPLITS
+        path in _SPLIT_PATHS
         and found.has_plain_answer
         and not (found.kv_transfer_params or after or _SEVERAL.match(text)),
     )
 
 
-def cut_short(path: str, route: Route, body: bytes, *, several: bool) -> Asked | Failure:
+def parse_body_start(path: str, route: Route, body: bytes, *, several: bool) -> BodyFields | Failure:
     """Read the fields from the first part of a long body. `several`: the engines serve several models."""
     if route.multipart:
         name = _model_in_form(body)
@@ -240,7 +240,7 @@ def cut_short(path: str, route: Route, body: bytes, *, several: bool) -> Asked |
         return Failure(413, "model_too_late", says, "model")
     text = None if route.multipart else _TEXT.search(body)
     repeatable = route.repeatable and path != RESPONSES
-    return Asked(
+    return BodyFields(
         name or "",
         repeatable=repeatable,
         text=body[text.end() :] if text else b"",

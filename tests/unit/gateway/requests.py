@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from kvstrata.config.gateway_model import GatewayTenantSettings
-from kvstrata.gateway.choosing import Wanted
+from kvstrata.gateway.choosing import ChoiceInputs
 from kvstrata.gateway.door import Tenant
 from kvstrata.gateway.request import Head, Request
-from kvstrata.gateway.routes import Asked
+from kvstrata.gateway.routes import BodyFields
 
 
 def a_request(
@@ -25,6 +25,8 @@ def a_request(
         settings = GatewayTenantSettings(name=tenant, key_file="k", weight=weight)
         request.tenant = Tenant(settings, arrived_s)
     if tokens:
-        wanted = Wanted(**{"word": str(number), "number": number, "model": "m", "tokens": tokens, **more})
-        request.wanted, request.asked, request.body_bytes = wanted, Asked(wanted.model), 4 * tokens
+        wanted = ChoiceInputs(
+            **{"word": str(number), "number": number, "model": "m", "tokens": tokens, **more}
+        )
+        request.wanted, request.asked, request.body_bytes = wanted, BodyFields(wanted.model), 4 * tokens
     return request

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.cluster.lookups import Held
-from kvstrata.gateway.choosing import Choosing, Wanted
+from kvstrata.gateway.choosing import ChoiceInputs, Choosing
 from kvstrata.gateway.controllers.asking import _At, copies_of
 from kvstrata.gateway.controllers.following import Followed, Holding
 from kvstrata.gateway.controllers.kinds import Kind, adapter_of, served_as
@@ -143,7 +143,7 @@ def test_a_load_is_not_timed_as_computing(tier: Any) -> None:
         for n in range(4):
             held = [Copy(engine="a", tier=tier, tokens=30_000, source="i")]
             prompt = Prompt(range(n * 40_000, n * 40_000 + 32_000))
-            choice = choosing.choose(Wanted(str(n), n, "m", 32_000, prompt=prompt, held=held))
+            choice = choosing.choose(ChoiceInputs(str(n), n, "m", 32_000, prompt=prompt, held=held))
             assert choice is not None and choice.decision is not None and choice.decision.way is not None
             assert (choice.engine.name, choice.decision.way.tier) == ("a", tier)
             fleet.attach(lambda engine: "", peers=False)  # what a split waits for may take long
@@ -176,7 +176,7 @@ def test_a_load_waits_for_those_before_it_over_its_engine_s_link_or_from_its_pee
         def load_s(n: int, engine: str, tier: Any, source: str) -> float:
             held = [Copy(engine=engine, tier=tier, tokens=90_000, source=source)]
             prompt = Prompt(range(n * 100_000, n * 100_000 + 91_000))
-            choice = choosing.choose(Wanted(str(n), n, "m", 91_000, prompt=prompt, held=held))
+            choice = choosing.choose(ChoiceInputs(str(n), n, "m", 91_000, prompt=prompt, held=held))
             assert choice is not None and choice.way is not None and choice.engine.name == engine
             choosing.dispatched(choice)
             return choice.way.load_s

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.config.gateway_model import HealthSettings
-from kvstrata.gateway.choosing import Choosing, Wanted
+from kvstrata.gateway.choosing import ChoiceInputs, Choosing
 from kvstrata.gateway.engine_http import Address, LinkBroken, Unreachable
 from kvstrata.gateway.fleet import SLOW_START_S, EngineState, Fleet, Place, ServingEngine
 from kvstrata.gateway.metering import Meters
@@ -116,7 +116,7 @@ def test_an_engine_has_the_rate_of_the_load_with_which_its_prompts_began_to_wait
 
 
 def test_one_failed_probe_takes_nobody_and_an_answer_counts_as_one() -> None:
-    class Asker:
+    class HttpClient:
         fails: type[Exception] | None = None
 
         async def ask(self, *_: Any, **__: Any) -> tuple[int, bytes]:
@@ -124,7 +124,7 @@ def test_one_failed_probe_takes_nobody_and_an_answer_counts_as_one() -> None:
                 raise self.fails("a test")
             return 200, b'{"data": [{"id": "m"}]}'
 
-    clock, asker = Clock(), Asker()
+    clock, asker = Clock(), HttpClient()
     fleet = Fleet(clock)
     probing = Probing(fleet, HealthSettings(), cast(Any, asker), cast(Any, None), clock, cast(Any, None))
     [engine] = fleet.set_places([place("a")])
@@ -159,7 +159,7 @@ def test_an_engine_that_returns_begins_with_a_quarter_of_its_share(policy: str) 
     def share() -> float:
         chosen = []
         for number in range(400):
-            found = choosing.choose(Wanted(str(number), number, "m", 1_000, session=str(number)))
+            found = choosing.choose(ChoiceInputs(str(number), number, "m", 1_000, session=str(number)))
             assert found is not None
             chosen.append(found.engine.name)
             choosing.dispatched(found)
@@ -208,7 +208,7 @@ def test_instances_that_cease_to_read_from_each_other_are_no_longer_loaded_from(
     fleet = Fleet(lambda: 0.0)
     [engine] = fleet.set_places([place("a")])
     fleet.attach(lambda engine: "i", peers=True)
-    fleet.know_paths({"l1", "peer"})
+    fleet.add_path_tiers({"l1", "peer"})
     engine.load.paths["l1"].free_s = 7.0
     fleet.attach(lambda engine: "i", peers=False)
     assert [(tier, path.free_s) for tier, path in engine.load.paths.items()] == [("l1", 7.0)]
@@ -342,14 +342,14 @@ def test_a_prompt_that_fails_spoils_its_period_and_no_other() -> None:
     assert busy.rates == [1_000.0]
     busy.serve(FIRST_TOKENS)
     assert busy.rates == [1_000.0, 1_000.0]
-    busy.timed[str(2 * FIRST_TOKENS)].spoil()
+    busy.timed[str(2 * FIRST_TOKENS)].exclude_sample()
     assert busy.rates == [1_000.0]
 
 
 def test_a_prompt_that_was_loaded_spoils_the_period_of_its_first_token() -> None:
     busy = Busy()
     busy.serve(FIRST_TOKENS - 1)
-    busy.begin("loaded", busy.clock()).spoil()
+    busy.begin("loaded", busy.clock()).exclude_sample()
     busy.serve(1)  # a cut
     busy.answers("loaded", busy.clock())
     busy.serve(FIRST_TOKENS)  # another one

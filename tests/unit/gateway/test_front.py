@@ -9,13 +9,13 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.gateway.door import Arriving
+from kvstrata.gateway.door import ArrivingBodies
 from kvstrata.gateway.envoy import process as envoy
 from kvstrata.gateway.envoy.configuration import heap_bytes
 from kvstrata.gateway.marks import marks_of
 from kvstrata.gateway.parts import Parts
-from kvstrata.gateway.picker.at_once import begin, in_task
-from kvstrata.gateway.picker.front import Front, Question
+from kvstrata.gateway.picker.front import AuthzServer, EnvoyCheck
+from kvstrata.gateway.picker.taskless import begin, in_task
 from kvstrata.gateway.request import Requests
 
 
@@ -45,7 +45,7 @@ WORDS = st.binary(max_size=12) | st.sampled_from(
 @given(st.lists(WORDS, max_size=5), WORDS)
 def test_a_head_that_is_not_http_is_answered_400_and_never_raises(words: list[bytes], length: bytes) -> None:
     async def answered() -> Wire:
-        wire, question = Wire(), Question(Front(cast(Parts, None)))
+        wire, question = Wire(), EnvoyCheck(AuthzServer(cast(Parts, None)))
         question.connection_made(wire)
         head = b" ".join(words) + b"\r\ncontent-length: " + length
         question.data_received(head + b"\r\n\r\n")
@@ -62,7 +62,7 @@ async def test_connections_that_envoy_refuses_are_told_once(monkeypatch, caplog)
     told = b"http.clients.downstream_rq_active: 0\nlistener.127.0.0.1_1.downstream_global_cx_overflow: 16\n"
 
     class Requests:
-        def none_runs(self, before_s: float) -> int:
+        def end_all_lost(self, before_s: float) -> int:
             return 0
 
     one = envoy.Envoy.__new__(envoy.Envoy)
@@ -112,16 +112,16 @@ async def test_a_coroutine_that_begins_at_once_ends_as_in_a_task_whatever_it_wai
 
 
 def test_a_body_is_counted_no_more_whether_its_end_is_told_before_it_or_behind_it() -> None:
-    arriving, requests = Arriving(), Requests()
+    arriving, requests = ArrivingBodies(), Requests()
     requests.parts = cast(Any, SimpleNamespace(door=SimpleNamespace(arriving=arriving)))
     half = heap_bytes() // 8
     for number, ends_first in enumerate((True, False, True)):
         line = marks_of(f"- DownstreamEnd 0 - DC 0 - {number}".encode())
         assert line is not None
         if ends_first:
-            requests.told(line, 0.0)
+            requests.on_log_line(line, 0.0)
         assert arriving.begin(str(number), "red", half) is None, "what came before has ended"
-        requests.entered(str(number))
+        requests.on_body_begins(str(number))
         if not ends_first:
             assert arriving.begin("other", "red", 1) is not None
-            requests.told(line, 0.0)
+            requests.on_log_line(line, 0.0)

@@ -21,7 +21,7 @@ from kvstrata.gateway.residency.cache import decoded
 from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.gateway.residency.prompt import Prompt, root_of
 from kvstrata.gateway.residency.sources import Source, of_rank, sources_in
-from kvstrata.gateway.residency.zmq_watcher import Feed, _Hearing
+from kvstrata.gateway.residency.zmq_watcher import Feed, _Subscription
 from kvstrata.native.core import Registry, chain_keys
 from kvstrata.rpc.cluster_wire import tags_of
 from kvstrata.testing.engine_sim.kv_events import (
@@ -381,16 +381,16 @@ def test_a_name_of_a_block_has_a_bound() -> None:
 
 
 def test_a_defect_is_told_and_the_engine_is_heard_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    sound, begun, fails = _Hearing._connections, threading.Event(), True
+    sound, begun, fails = _Subscription._connections, threading.Event(), True
 
-    def connections(self: _Hearing, monitor: Any, *, met: bool) -> bool:
+    def connections(self: _Subscription, monitor: Any, *, met: bool) -> bool:
         if fails and self.feed.name == "a":
             raise RuntimeError("defect")
         if self.feed.name == "a":
             begun.set()
         return sound(self, monitor, met=met)
 
-    monkeypatch.setattr(_Hearing, "_connections", connections)
+    monkeypatch.setattr(_Subscription, "_connections", connections)
     monkeypatch.setattr(zmq_watcher, "AGAIN_MAX_S", 0.01)
     residency = Residency(time.monotonic)
     try:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.request import request_id
-from kvstrata.gateway.routes import RESPONSES, ROUTES, Asked, asked, cut_short
+from kvstrata.gateway.routes import RESPONSES, ROUTES, BodyFields, parse_body, parse_body_start
 from tests.harness.amount import amount
 
 CHAT = "/v1/chat/completions"
@@ -35,12 +35,12 @@ BODIES = st.dictionaries(
 @given(BODIES)
 @settings(max_examples=amount(40, 100))
 def test_what_is_read_is_what_json_says(body: dict[str, Any]) -> None:
-    read = asked(CHAT, ROUTES[CHAT], json.dumps(body).encode())
+    read = parse_body(CHAT, ROUTES[CHAT], json.dumps(body).encode())
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         assert isinstance(read, Failure) and (read.status, read.param) == (400, "model")
         return
-    assert isinstance(read, Asked)
+    assert isinstance(read, BodyFields)
     assert read.model == (model or "")
     words = [body.get(name) for name in ("prompt_cache_key", "user")]
     assert read.session == next((word for word in words if isinstance(word, str) and word), "")
@@ -50,16 +50,16 @@ def test_what_is_read_is_what_json_says(body: dict[str, Any]) -> None:
 @given(st.binary(max_size=200))
 def test_any_bytes_get_an_answer(body: bytes) -> None:
     for path in (CHAT, RESPONSES, "/v1/audio/transcriptions"):
-        read = asked(path, ROUTES[path], body)
-        assert isinstance(read, Asked) or (read.status == 400 and read.message)
+        read = parse_body(path, ROUTES[path], body)
+        assert isinstance(read, BodyFields) or (read.status == 400 and read.message)
 
 
 @given(st.integers(0, 400), st.booleans())
 def test_a_body_that_is_cut_tells_its_model_or_is_refused_where_that_matters(cut: int, several: bool) -> None:
     body = json.dumps({"stream": True, "messages": [{"content": "x" * 200}], "model": "m"}).encode()[:cut]
-    found = cut_short(CHAT, ROUTES[CHAT], body, several=several)
+    found = parse_body_start(CHAT, ROUTES[CHAT], body, several=several)
     if b'"model": "m"' in body or not several:
-        assert isinstance(found, Asked)
+        assert isinstance(found, BodyFields)
         assert found.model == ("m" if b'"model": "m"' in body else "")
         assert found.streams == (b"true" in body) and found.text == body.partition(b'"messages": ')[2]
     else:
@@ -76,8 +76,8 @@ def test_a_forms_model_is_found(value: str) -> None:
         b"",
         text,
     )
-    read = asked("/v1/audio/transcriptions", ROUTES["/v1/audio/transcriptions"], form + b"--b--\r\n")
-    assert isinstance(read, Asked) and read.model == value
+    read = parse_body("/v1/audio/transcriptions", ROUTES["/v1/audio/transcriptions"], form + b"--b--\r\n")
+    assert isinstance(read, BodyFields) and read.model == value
 
 
 @given(st.binary(max_size=300))
@@ -99,9 +99,9 @@ def test_a_request_names_its_tenant_as_it_does_for_the_connector() -> None:
         (7, ""),
     ):
         body = {"model": "m", "prompt": "p", "kv_transfer_params": params}
-        found = asked("/v1/completions", ROUTES["/v1/completions"], json.dumps(body).encode())
-        plain = asked("/v1/completions", ROUTES["/v1/completions"], b'{"model": "m", "prompt": "p"}')
-        assert isinstance(found, Asked) and isinstance(plain, Asked)
+        found = parse_body("/v1/completions", ROUTES["/v1/completions"], json.dumps(body).encode())
+        plain = parse_body("/v1/completions", ROUTES["/v1/completions"], b'{"model": "m", "prompt": "p"}')
+        assert isinstance(found, BodyFields) and isinstance(plain, BodyFields)
         assert found.kv_tenant == tenant
         assert (found.context == plain.context) == (not tenant)
 
@@ -118,4 +118,4 @@ def test_a_hostile_form_is_read_in_one_pass() -> None:
         b"-" * 2_000_000,
         b"--\r\n" * 500_000,
     ):
-        assert asked("/v1/audio/transcriptions", route, form) == Asked()
+        assert parse_body("/v1/audio/transcriptions", route, form) == BodyFields()

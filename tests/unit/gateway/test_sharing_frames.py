@@ -11,7 +11,7 @@ from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.prefixes import KEY_BYTES, Prefixes
 from kvstrata.gateway.sharing.others import Others
-from kvstrata.gateway.sharing.telling import MAX_EVENTS, MAX_FRAME_BYTES, Sent, Teller, frame_of
+from kvstrata.gateway.sharing.telling import MAX_EVENTS, MAX_FRAME_BYTES, EventSender, Sent, frame_of
 
 ENGINES = ("a", "b")
 
@@ -27,7 +27,7 @@ class Pair:
 
     def __init__(self) -> None:
         self.now_s = 100.0
-        self.teller = Teller()
+        self.teller = EventSender()
         self.fleet = Fleet(lambda: self.now_s)
         places = [Place(name, Address("h", number, False)) for number, name in enumerate(ENGINES)]
         for engine in self.fleet.set_places(places):

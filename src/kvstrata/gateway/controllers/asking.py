@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from kvstrata import __version__
 from kvstrata.cluster.link import Beats, ControllerLink
 from kvstrata.config.gateway_model import GatewayControllersSettings
-from kvstrata.gateway.choosing import Wanted
+from kvstrata.gateway.choosing import ChoiceInputs
 from kvstrata.gateway.controllers.following import Followed, Following, Holding
 from kvstrata.gateway.controllers.kinds import Kind, adapter_of, paths, served_as
 from kvstrata.gateway.fleet import EngineState, Fleet, ServingEngine
@@ -125,7 +125,7 @@ class Controllers(Numbers):
             self._supervisor.spawn(self._shared.keep(), "controllers-key")
         return self._shared.keys
 
-    async def told(self, wanted: Wanted) -> Wanted:
+    async def with_copies(self, wanted: ChoiceInputs) -> ChoiceInputs:
         """`wanted` with `held`: the copies of the prompt at instances."""
         targets, groups = self._engines(wanted)
         copies: list[Copy] = []
@@ -170,7 +170,7 @@ class Controllers(Numbers):
             if known is not None and (said := next_of(reason)):
                 self.following.hint(known, Hinted(request_id, said))
 
-    def _engines(self, wanted: Wanted) -> tuple[list[ServingEngine], Groups]:
+    def _engines(self, wanted: ChoiceInputs) -> tuple[list[ServingEngine], Groups]:
         """The candidates of the choice, and the groups to look up; no groups: no lookup."""
         prompt = wanted.prompt
         if prompt is None or wanted.made_by or not self._of:
@@ -209,7 +209,7 @@ class Controllers(Numbers):
         tenant = prompt.tenant or self._settings.tenant
         return RequestIdentity(adapter=adapter, tenant=tenant, salt=prompt.salt)
 
-    async def _tags(self, kind: Kind, wanted: Wanted, adapter: str) -> bytes:
+    async def _tags(self, kind: Kind, wanted: ChoiceInputs, adapter: str) -> bytes:
         prompt = wanted.prompt
         assert prompt is not None
         request = self._request(prompt, adapter)

@@ -41,9 +41,9 @@ MAX_CONNECTIONS = 16_384
 SPARE_FILES = 256
 MAX_HEAP_BYTES = 4 << 30
 """Maximum size of Envoy's heap; less if half of the memory of the host or container is less."""
-MAX_PREFILLED = 1_024
+MAX_PREFILL_CHECKS = 1_024
 """Maximum number of checks that wait for another engine's prefill, with the contracts `nixl` and `mooncake`."""
-MAX_ASKED = 256
+MAX_CHECKS = 256
 """Maximum number of other checks at the picker at a time; each takes a file descriptor."""
 TRUSTS_NOBODY = {"verify_certificate_hash": ["00" * 32]}
 """Accepts no certificate, for hosts without CA certificates."""
@@ -88,7 +88,7 @@ class Place(NamedTuple):
 def configuration(settings: GatewaySettings, place: Place, pipe: int) -> dict[str, Any]:
     """The whole configuration. `pipe`: descriptor to which the module reports first tokens; -1: use Lua, no module."""
     holds = bool(settings.queue.max_requests) or settings.split in ("nixl", "mooncake")
-    asked = MAX_ASKED + (settings.queue.max_requests or MAX_PREFILLED if holds else 0)
+    asked = MAX_CHECKS + (settings.queue.max_requests or MAX_PREFILL_CHECKS if holds else 0)
     # Without such waits a check takes about a millisecond, so a picker that is frozen delays a request by 1 s only.
     waits_s = patience(1.0) + settings.tokens.deadline_ms / 1_000
     known = authorities()
@@ -108,7 +108,7 @@ def configuration(settings: GatewaySettings, place: Place, pipe: int) -> dict[st
         "line": LINE,
         "origins": _origins(settings),
         "pages": str(place.pages),
-        "pages_asked": MAX_ASKED,
+        "pages_asked": MAX_CHECKS,
         "passes": not settings.tenants,
         "picker": str(place.picker),
         "port": place.port,
@@ -167,7 +167,7 @@ def _lua() -> dict[str, Any]:
 def connections(settings: GatewaySettings) -> int:
     """Maximum number of clients' connections; each takes two descriptors, one of them to its engine."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    spare = SPARE_FILES + MAX_ASKED + settings.queue.max_requests
+    spare = SPARE_FILES + MAX_CHECKS + settings.queue.max_requests
     return MAX_CONNECTIONS if soft < 0 else max(8, min(MAX_CONNECTIONS, (soft - spare) // 2))
 
 

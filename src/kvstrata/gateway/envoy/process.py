@@ -25,7 +25,7 @@ import msgspec
 
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.errors import ConfigError, install
-from kvstrata.gateway.engine_http import Address, Asker, LinkBroken, Unreachable
+from kvstrata.gateway.engine_http import Address, HttpClient, LinkBroken, Unreachable
 from kvstrata.gateway.envoy.configuration import Place, configuration, connections, engines_file
 from kvstrata.gateway.fleet import Fleet
 from kvstrata.gateway.marks import marks_of
@@ -107,7 +107,7 @@ class Envoy:
         self._partial: dict[int, bytes] = {}
         self._is_ending = False
         self._refused = "0"
-        self._asker = Asker()
+        self._asker = HttpClient()
         self._log = EventLog("envoy")
 
     @property
@@ -210,7 +210,7 @@ class Envoy:
         lines = (await self._tell("GET", STATS)).decode("latin-1").splitlines()
         counts = {name.rpartition(".")[2]: count for name, _, count in (one.partition(": ") for one in lines)}
         is_idle = counts.get("downstream_rq_active") == "0"
-        if is_idle and (count := self._requests.none_runs(time.monotonic() - LOOK_S)):
+        if is_idle and (count := self._requests.end_all_lost(time.monotonic() - LOOK_S)):
             self._log.warning("requests_lost", count=count, note="Envoy did not report their end")
         if (refused := counts.get("downstream_global_cx_overflow", "0")) != self._refused:
             self._refused = refused
@@ -264,14 +264,14 @@ class Envoy:
         number, _, told = line.partition(b" ")
         first_s, _, response = told.partition(b" ")
         if number.isdigit() and len(number) < 20:
-            self._requests.early(
+            self._requests.on_watcher_report(
                 int(number), time.monotonic(), response.decode("latin-1"), first=first_s != b"0.0000"
             )
 
     def _line(self, line: bytes) -> None:
         marks = marks_of(line)
         if marks is not None:
-            self._requests.told(marks, time.monotonic())
+            self._requests.on_log_line(marks, time.monotonic())
 
 
 def _remove_left_folders() -> None:

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvstrata.config.gateway_model import Contract
-from kvstrata.gateway.engine_http import Address, Asker, LinkBroken, Unreachable
+from kvstrata.gateway.engine_http import Address, HttpClient, LinkBroken, Unreachable
 from kvstrata.gateway.fleet import ServingEngine
 from kvstrata.patience import patience
 from kvstrata.process.ports import host_and_port
@@ -70,7 +70,7 @@ class Handover:
         nobody = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
         return keep | dict.fromkeys(nobody)
 
-    async def for_answer(self, asker: Asker, leg: asyncio.Task[Fields | None]) -> Fields:
+    async def for_answer(self, asker: HttpClient, leg: asyncio.Task[Fields | None]) -> Fields:
         """The fields for the decoding engine; empty: it computes the prompt itself.
 
         `leg`: gives the fields in the prefilling engine's response, maybe none; None: the prefill failed.
@@ -91,7 +91,7 @@ class Handover:
         both = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": self.transfer}
         return {**both, "remote_engine_id": engine_id, "remote_bootstrap_addr": at}
 
-    async def _engine_id(self, asker: Asker, bootstrap: Address) -> str | None:
+    async def _engine_id(self, asker: HttpClient, bootstrap: Address) -> str | None:
         """The id of the prefilling engine or rank, from its bootstrap server; None: not available."""
         try:
             async with asyncio.timeout(patience(TELLS_S)):

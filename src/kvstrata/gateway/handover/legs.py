@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvstrata.gateway.choosing import Choice
-from kvstrata.gateway.engine_http import Asker, LinkBroken, Unreachable
+from kvstrata.gateway.engine_http import HttpClient, LinkBroken, Unreachable
 from kvstrata.gateway.handover.contracts import Fields, Handover
 from kvstrata.gateway.marks import CANCELLED
 from kvstrata.observability.numbers import Numbers, counter, gauge
@@ -84,7 +84,7 @@ class Legs(Numbers):
         "Prompts that one engine computes for another now.", lambda self: len(self.tasks), name="prefills_now"
     )
 
-    def __init__(self, asker: Asker) -> None:
+    def __init__(self, asker: HttpClient) -> None:
         self.parts: Parts
         """Set before the first request."""
         self._asker = asker
@@ -158,7 +158,7 @@ class Legs(Numbers):
         own = request.head.headers.get(b"authorization", b"").decode("latin-1")
         if key := leg.engine.place.api_key:
             headers["authorization"] = f"Bearer {key}"
-        elif own and not self.parts.door.knows_tenants:
+        elif own and not self.parts.door.needs_keys:
             headers["authorization"] = own
         if leg.engine.rank is not None:
             headers["x-data-parallel-rank"] = str(leg.engine.rank)

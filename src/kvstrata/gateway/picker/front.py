@@ -25,7 +25,7 @@ from kvstrata.gateway.envoy.configuration import ENDPOINT, FRAGMENT, NUMBER, REA
 from kvstrata.gateway.errors import Failure, error_body
 from kvstrata.gateway.marks import CANCELLED
 from kvstrata.gateway.parts import Parts
-from kvstrata.gateway.picker.at_once import begin
+from kvstrata.gateway.picker.taskless import begin
 from kvstrata.gateway.request import Chosen, Head, request_id
 from kvstrata.observability.logging import EventLog
 from kvstrata.text import type_and_place
@@ -39,20 +39,20 @@ MAX_HELD_BYTES = 1 << 30
 """Maximum total bytes of request bodies held in memory while they arrive."""
 
 
-class Front:
+class AuthzServer:
     """The server on the picker's unix socket. Belongs to the event loop."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self.held_bytes = 0
-        self.open: set[Question] = set()
+        self.open: set[EnvoyCheck] = set()
         self._server: asyncio.Server | None = None
         self.log = EventLog("picker")
 
     async def start(self, path: Path) -> None:
         """Listen."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: Question(self), str(path), backlog=4_096)
+        self._server = await loop.create_unix_server(lambda: EnvoyCheck(self), str(path), backlog=4_096)
 
     async def close(self) -> None:
         """End all connections."""
@@ -62,12 +62,12 @@ class Front:
             one.transport.abort()
 
 
-class Question(asyncio.Protocol):
+class EnvoyCheck(asyncio.Protocol):
     """A connection from Envoy, with the check that arrives or is answered on it."""
 
     transport: asyncio.Transport
 
-    def __init__(self, front: Front) -> None:
+    def __init__(self, front: AuthzServer) -> None:
         self._front = front
         self._received: bytes | bytearray = b""
         self._head: tuple[str, str, dict[bytes, bytes]] | None = None
@@ -129,11 +129,13 @@ class Question(asyncio.Protocol):
                 stream = headers.get(STREAM.encode(), b"").decode("latin-1")
                 await self._choose(Head(method, path.removeprefix(CHOOSE), headers, word, stream), body)
             elif path.startswith(ENTER):
-                failure = self._front.parts.door.lets_in(headers)
+                failure = self._front.parts.door.body_failure(headers)
                 if failure is not None:
                     self._refuse(failure, path.removeprefix(ENTER))
                 else:
-                    self._front.parts.requests.entered(headers.get(STREAM.encode(), b"").decode("latin-1"))
+                    self._front.parts.requests.on_body_begins(
+                        headers.get(STREAM.encode(), b"").decode("latin-1")
+                    )
                     self._write(200, (), b"")
             else:
                 self._page(path, headers)
@@ -144,14 +146,14 @@ class Question(asyncio.Protocol):
             self._task = None
 
     async def _choose(self, head: Head, body: bytes) -> None:
-        failure = self._front.parts.door.knows_sender(head.headers, head.path)
+        failure = self._front.parts.door.origin_failure(head.headers, head.path)
         if failure is not None:
             self._refuse(failure, head.path)
             return
         requests = self._front.parts.requests
         request = requests.arrived(head)
         # Envoy does not mark a body as partial whose first part has exactly the maximum length.
-        parts_only = not self._front.parts.door.knows_tenants
+        parts_only = not self._front.parts.door.needs_keys
         cut = head.headers.get(PARTIAL) == b"true" or (parts_only and len(body) >= READ_BYTES)
         decided = await requests.decide(request, body, cut=cut)
         if isinstance(decided, Failure):
@@ -167,7 +169,7 @@ class Question(asyncio.Protocol):
         if path == "/healthz":
             self._json(200, {"ready": True})
             return
-        failure = parts.door.knows_sender(headers, path)
+        failure = parts.door.origin_failure(headers, path)
         models = path.startswith("/v1/models")
         if failure is None and (models or path == "/version"):
             tenant = parts.door.tenant_of(headers)

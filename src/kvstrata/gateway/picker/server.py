@@ -49,7 +49,7 @@ KEEPALIVE_MS = 10_000
 """Time without a frame after which Envoy is pinged, so that its streams end if its host has failed."""
 
 
-class OutOfTurn(Exception):
+class UnexpectedMessage(Exception):
     """Envoy sent a message that the protocol does not allow after the previous one."""
 
 
@@ -126,7 +126,7 @@ class PickerServer:
         try:
             async for message in stream:
                 for marks in messages.marks_in(message):
-                    self._parts.requests.told(marks, self._parts.now_s())
+                    self._parts.requests.on_log_line(marks, self._parts.now_s())
         finally:
             self._logs -= 1
         return b""
@@ -147,7 +147,7 @@ class PickerServer:
         try:
             request = self._parts.requests.arrived(_head_of(message))
             await self._answer(request, message, context)
-        except OutOfTurn as error:
+        except UnexpectedMessage as error:
             self._log.repeated(30, "out_of_turn", "out_of_turn", reason=str(error))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
@@ -194,7 +194,7 @@ class PickerServer:
             await context.write(messages.refused(failure, request.head.path, request.head.word))
 
     async def _body(self, context: Any) -> tuple[bytes | Failure, bool]:
-        """Read the whole body; returns it, or a refusal, and whether trailers follow. Raises OutOfTurn."""
+        """Read the whole body; returns it, or a refusal, and whether trailers follow. Raises UnexpectedMessage."""
         body, held = bytearray(), 0
         try:
             async with asyncio.timeout(ARRIVAL_S):
@@ -204,7 +204,7 @@ class PickerServer:
                     if kind == "request_trailers":
                         return bytes(body), True
                     if kind != "request_body":
-                        raise OutOfTurn(
+                        raise UnexpectedMessage(
                             f"expected a part of the body, received {kind or 'a message without content'}"
                         )
                     body += message.request_body.body
@@ -224,10 +224,12 @@ class PickerServer:
 
 
 def _head_of(message: Message) -> Head:
-    """The head in a stream's first message. Raises OutOfTurn."""
+    """The head in a stream's first message. Raises UnexpectedMessage."""
     kind = message.WhichOneof("request")
     if kind != "request_headers":
-        raise OutOfTurn(f"expected a request's headers, received {kind or 'a message without content'}")
+        raise UnexpectedMessage(
+            f"expected a request's headers, received {kind or 'a message without content'}"
+        )
     headers = messages.headers_of(message.request_headers)
     path = headers.get(b":path", b"").decode("latin-1").partition("?")[0]
     word = request_id(headers.get(b"x-request-id", b""))

@@ -210,7 +210,7 @@ class Watcher:
         while True:
             began_s = time.monotonic()
             try:
-                await _Hearing(feed, self._context, self._log).run()
+                await _Subscription(feed, self._context, self._log).run()
             except Exception as error:  # a defect of the gateway: the known blocks are no longer up to date
                 feed.error, feed.failures = f"{type(error).__name__}: {error}", feed.failures + 1
                 pause_s = (
@@ -222,7 +222,7 @@ class Watcher:
                 await asyncio.sleep(pause_s)
 
 
-class _Hearing:
+class _Subscription:
     """One engine's sockets, until a defect. Belongs to the watcher's thread."""
 
     def __init__(self, feed: Feed, context: zmq.Context[zmq.Socket[bytes]], log: EventLog) -> None:

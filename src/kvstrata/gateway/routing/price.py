@@ -139,7 +139,7 @@ class View:
             self.held = min(longest(knowledge), request.tokens - 1)
             self.spared = 1.0 - 1.0 / (1.0 + request.sharing / max(1, len(engines)))
         self._is_limited = request.token_within_s > 0 and request.short_tokens > 0
-        self._lacks, self._usual = self._lacking()
+        self._lacks, self._usual = self._tokens_to_compute()
         """Minimum number of tokens to compute: by engine, and for all engines that are not listed."""
         self._prefills: list[float] = []
         self._answers: list[float] = []
@@ -216,7 +216,7 @@ class View:
         if not (within_s or self._is_limited or ways):
             some = [at for at in some if self.everyone[at].limited]
         if self._is_limited:
-            self._slowly([at for at in some if at < len(self.engines)])
+            self._find_slow([at for at in some if at < len(self.engines)])
         for at in some:
             one, missed, chance = self.everyone[at], 0.0, 0.0
             if ways and at not in self._ways and (self.shared or one.name in self.own):
@@ -242,7 +242,7 @@ class View:
                 slow = self._slow[at] * (1.0 - chance) if self._is_limited else 0.0
                 self._alone[at] = self._prefills[at] + self._answers[at] + MISSED_S * slow
 
-    def _slowly(self, some: Sequence[int]) -> None:
+    def _find_slow(self, some: Sequence[int]) -> None:
         """Compute the probability that the answer is too slow at each of these engines: model.spare, inlined."""
         tokens, limit_s, slow = self.request.short_tokens, self.request.token_within_s, self._slow
         doubt_s, root, all_ = SLOW_DOUBT * tokens * limit_s + 1e-9, math.sqrt(tokens), SQRT_HALF * tokens
@@ -267,7 +267,7 @@ class View:
         most_s = near_s - first_s - min(0.0, once_s)
         able = [at for at, cost in enumerate(self._answers) if cost <= most_s]
         if self._is_limited:
-            self._slowly(able)
+            self._find_slow(able)
         bounds = {}
         for at in able:
             one = self.engines[at]
@@ -293,7 +293,7 @@ class View:
             near_s = min(near_s, self._near(found[at]))
         return found
 
-    def _lacking(self) -> tuple[dict[str, int], int]:
+    def _tokens_to_compute(self) -> tuple[dict[str, int], int]:
         """Return `_lacks` and `_usual`: tokens to compute if the longest copy were free and certain."""
         n, most = self.request.tokens, self.knowledge.cached
         anywhere = max([copy.tokens for copy in self.shared], default=0)

@@ -70,7 +70,7 @@ class Period:
     """Time of its last first token, and the longest time between two first tokens."""
     seconds: float = 0.0
     """Its length; 0: it has not ended."""
-    spoiled: bool = False
+    is_excluded: bool = False
     """Whether it cannot be a sample: a prompt in it failed, or was loaded."""
     sample: tuple[Fit, Sample] | None = None
 
@@ -81,22 +81,22 @@ class Period:
         self.gap_s, self.last_s = max(self.gap_s, now_s - (self.last_s or self.began_s)), now_s
         return self.first_tokens >= FIRST_TOKENS and now_s - self.began_s >= GAPS * self.gap_s
 
-    def spoil(self) -> None:
+    def exclude_sample(self) -> None:
         """Exclude the period from the samples, and retract its sample if it was one."""
-        self.spoiled = True
+        self.is_excluded = True
         self._retract()
 
     def end(self, now_s: float, rates: PrefillRates, engine: str) -> None:
-        """End the period, and add it to the samples unless it is spoiled."""
+        """End the period, and add it to the samples unless it is excluded."""
         self.seconds = now_s - self.began_s
-        if not self.spoiled:
+        if not self.is_excluded:
             self._observe(self.expected, rates, engine)
 
     def report(self, computed_tokens: int, rates: PrefillRates, engine: str) -> None:
         """Count an answer's report of its prompt's computed tokens; when all have reported, correct the sample."""
         self.reported += 1
         self.computed += computed_tokens
-        if self.spoiled or not self.seconds or self.reported < self.first_tokens:
+        if self.is_excluded or not self.seconds or self.reported < self.first_tokens:
             return
         if abs(self.computed - self.expected) > AGREES * self.expected:
             self._retract()
@@ -129,7 +129,7 @@ class Sending(NamedTuple):
     """Whether it waits for another engine's prefill until `begin`."""
 
 
-SENT = Sending()
+DEFAULT_SENDING = Sending()
 
 
 @dataclass(slots=True, eq=False)
@@ -143,7 +143,7 @@ class Flight:
     held: bool = True
     running: bool = False
     ended: bool = False
-    spoiled: bool = False
+    is_excluded: bool = False
     period: Period | None = None
     """The period in which its first token came."""
     began_s: float = 0.0
@@ -151,12 +151,12 @@ class Flight:
     computed_tokens: int = 0
     """Time of its first token, and the queue's `_requests_s` and `_computed_tokens` at that time."""
 
-    def spoil(self) -> None:
+    def exclude_sample(self) -> None:
         """Exclude the period of its prompt from the samples, since the prompt failed or was loaded."""
-        self.spoiled = True
+        self.is_excluded = True
         period = self.period or (None if self.ended or self.held else self.queue.period)
         if period is not None:
-            period.spoil()
+            period.exclude_sample()
 
     def report(self, computed_tokens: int) -> None:
         """Correct the sample by the number of the prompt's computed tokens that the answer reported."""
@@ -195,7 +195,7 @@ class Queue:
         self._computed_tokens = 0
         """Sum over all prompts whose first token has come."""
 
-    def send(self, tokens: int, now_s: float, how: Sending = SENT) -> Flight:
+    def send(self, tokens: int, now_s: float, how: Sending = DEFAULT_SENDING) -> Flight:
         """Count a request that is sent, with `tokens` tokens to compute."""
         state, flight = self.state, Flight(self, tokens, how)
         self._pass(now_s)
@@ -248,8 +248,8 @@ class Queue:
         self._moved_s = now_s
         self._stop_waiting(flight, now_s, computed=True)
         assert self.period is not None
-        if flight.spoiled:
-            self.period.spoil()
+        if flight.is_excluded:
+            self.period.exclude_sample()
         if self.period.first_token(flight.tokens, now_s) and oldest:
             self.period.end(now_s, self.rates, self.state.name)
             self.period, self._cut = Period(now_s, self.state.running, self._whole > 0), True
@@ -264,7 +264,7 @@ class Queue:
         flight.ended = True
         if flight in self.waiting:
             if self.period is not None:
-                self.period.spoil()
+                self.period.exclude_sample()
             self._stop_waiting(flight, now_s, computed=False)
         state.running -= flight.running
         state.requests -= 1
@@ -291,7 +291,7 @@ class Queue:
         tokens = self.backlog_tokens(now_s)
         self.line, self.answer_tokens = line or ASSUMED, answer_tokens
         state.prefill_tokens_s = self.rates.rate(state.name, running)
-        if period is not None and not (period.spoiled or period.whole):
+        if period is not None and not (period.is_excluded or period.whole):
             prompts, sent = period.first_tokens + state.waiting, period.expected + state.prefill_tokens
             seconds = now_s - period.began_s
             state.prefill_tokens_s /= self.rates.slowness(state.name, prompts, sent, running, seconds)

@@ -88,7 +88,7 @@ class Others:
         how = Sending(streams=event.streams, ours=False)
         flight = engine.queue.send(event.uncached, self._now_s(), how)
         if event.loads or is_whole or event.state == "running":
-            flight.spoil()  # a load, or an unknown time of sending: no sample of the prefill rate
+            flight.exclude_sample()  # a load, or an unknown time of sending: no sample of the prefill rate
         flights[event.number] = known = Foreign(engine, engine.generation, flight, keys)
         self._note(known, ready_at_s=self._now_s() + event.ready_in_s)
         return known

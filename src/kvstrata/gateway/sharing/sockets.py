@@ -22,7 +22,7 @@ from kvstrata.errors import ConfigError, Unavailable
 from kvstrata.gateway.engine_http import addresses_of
 from kvstrata.gateway.fleet import DNS
 from kvstrata.gateway.sharing.others import SILENT_S, Others
-from kvstrata.gateway.sharing.telling import EVENT_BYTES, MAX_FRAME_BYTES, Teller, frame_of
+from kvstrata.gateway.sharing.telling import EVENT_BYTES, MAX_FRAME_BYTES, EventSender, frame_of
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.ports import host_and_port
 from kvstrata.rpc.zmq_curve import ClusterKeys, public_of, read_cluster_keys
@@ -46,7 +46,7 @@ class Sharing:
         self._settings = settings
         self._keys = keys
         self.others = others
-        self.teller = Teller(self._begin_flush)
+        self.teller = EventSender(self._begin_flush)
         self._server = ZmqServer(self._loop, max_message_bytes=MAX_FRAME_BYTES + 64 * EVENT_BYTES)
         self._links = Links(self._loop)
         self._to: dict[str, AskLink] = {}

@@ -1,6 +1,6 @@
 """Encodes this gateway's events for the other gateways as they happen, and at intervals all its requests under way.
 
-    Choosing ─▶ Teller ─▶ frames ─▶ each other gateway ─▶ Others ─▶ the engines' queues, Prefixes
+    Choosing ─▶ EventSender ─▶ frames ─▶ each other gateway ─▶ Others ─▶ the engines' queues, Prefixes
 
     sent ─▶ running ─▶ answered        or `failed`: it ended before its first token
     a range of numbers                 lists all requests of the range that are under way, to repair lost events
@@ -90,7 +90,7 @@ def frame_of(data: bytes) -> Frame:
     return _FRAMES.decode(data)
 
 
-class Teller:
+class EventSender:
     """Collects events and makes frames. Belongs to the event loop."""
 
     def __init__(self, wake: Callable[[], None] = lambda: None) -> None:

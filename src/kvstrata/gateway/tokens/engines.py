@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from kvstrata.gateway.engine_http import Asker, LinkBroken, Unreachable
+from kvstrata.gateway.engine_http import HttpClient, LinkBroken, Unreachable
 from kvstrata.gateway.fleet import Place
 from kvstrata.gateway.tokens import prompts
 from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, FEATURES, prompt_in
@@ -43,7 +43,7 @@ Ask = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]
 """Posts a body to a path of one engine, and returns the status and body of the response."""
 
 
-class Silent(Exception):
+class NoResponse(Exception):
     """The engine cannot be reached, or its response is incomplete."""
 
 
@@ -71,8 +71,8 @@ _IDS = msgspec.json.Decoder(_Ids | list[_Ids])
 _ANSWER = msgspec.json.Decoder(_Answer)
 
 
-def asks(asker: Asker, place: Place) -> Ask:
-    """The `Ask` for one engine, which raises Silent."""
+def asks(asker: HttpClient, place: Place) -> Ask:
+    """The `Ask` for one engine, which raises NoResponse."""
     headers = {"content-type": "application/json"}
     if place.api_key:
         headers["authorization"] = f"Bearer {place.api_key}"
@@ -81,7 +81,7 @@ def asks(asker: Asker, place: Place) -> Ask:
         try:
             return await asker.ask(place.address, "POST", path, headers, body, most_bytes=MAX_ANSWER_BYTES)
         except (Unreachable, LinkBroken) as error:
-            raise Silent(str(error)) from None
+            raise NoResponse(str(error)) from None
 
     return ask
 
@@ -155,7 +155,7 @@ def _case(feature: str, texts: list[str], *, variant: int) -> dict[str, Any]:
 
 
 async def verify(ask: Ask, model: str, tokenizer: OwnTokenizer) -> Verdict:
-    """Compare an engine with a model's tokenizer, feature by feature. Raises Silent."""
+    """Compare an engine with a model's tokenizer, feature by feature. Raises NoResponse."""
     agreed: set[tuple[str, bool]] = set()
     reasons: dict[str, str] = {}
     for feature in FEATURES:
@@ -184,7 +184,7 @@ async def verify(ask: Ask, model: str, tokenizer: OwnTokenizer) -> Verdict:
 
 
 async def taken(ask: Ask, model: str, tokenizer: OwnTokenizer | None, *, renders: bool) -> bool:
-    """Whether an engine accepts ids in place of a chat's text. Raises Silent.
+    """Whether an engine accepts ids in place of a chat's text. Raises NoResponse.
 
     It gets a short text with a longer one's ids, and must report their number. `renders`: /render may give the ids.
     """

@@ -22,10 +22,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from kvstrata.config.gateway_model import TokenSettings
-from kvstrata.gateway.engine_http import Asker
+from kvstrata.gateway.engine_http import HttpClient
 from kvstrata.gateway.fleet import EngineState, Fleet, ServingEngine
-from kvstrata.gateway.picker.at_once import in_task
-from kvstrata.gateway.tokens.engines import REFUSED, Agreed, Silent, Verdict, asks, taken, tokenized, verify
+from kvstrata.gateway.picker.taskless import in_task
+from kvstrata.gateway.tokens.engines import (
+    REFUSED,
+    Agreed,
+    NoResponse,
+    Verdict,
+    asks,
+    taken,
+    tokenized,
+    verify,
+)
 from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, FEATURES, prompt_in
 from kvstrata.gateway.tokens.tokenizer import Memory, OwnTokenizer
 from kvstrata.observability.logging import EventLog
@@ -79,7 +88,7 @@ class Tokens(Numbers):
         settings: TokenSettings,
         tokenizers: dict[str, OwnTokenizer],
         fleet: Fleet,
-        asker: Asker,
+        asker: HttpClient,
         now_s: Callable[[], float],
     ) -> None:
         self.settings = settings
@@ -175,7 +184,7 @@ class Tokens(Numbers):
                 continue
             try:
                 status, answer = await asks(self._asker, engine.place)(f"{path}/render", body)
-            except Silent:
+            except NoResponse:
                 return None
             if status == 200:
                 ids = await asyncio.to_thread(tokenized, answer)
@@ -246,7 +255,7 @@ class Tokens(Numbers):
                 if self.settings.pass_ids:
                     takes_ids = await taken(ask, model, tokenizer, renders=self.settings.render)
                     verdict = verdict._replace(takes_ids=takes_ids)
-        except (Silent, TimeoutError) as error:
+        except (NoResponse, TimeoutError) as error:
             reason = str(error) or "no answer in time"
             says = {"engine": engine.name, "model": model, "reason": reason}
             self._log.repeated(logging.WARNING, engine.name, "tokens_not_verified", **says)
