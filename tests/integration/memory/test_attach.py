@@ -150,7 +150,7 @@ def test_a_bad_request_is_answered_with_what_is_wrong_and_changes_nothing(server
     def descriptors() -> int:
         return len(os.listdir(f"/proc/{server.pid}/fd"))
 
-    assert nobody(server)
+    eventually("the rows of the tests before are free", lambda: nobody(server))
     before = descriptors()
     for message, fds, code, field in BAD_REQUESTS:
         with case(message[:60], fds):
@@ -159,7 +159,7 @@ def test_a_bad_request_is_answered_with_what_is_wrong_and_changes_nothing(server
             assert (reply.code, reply.field) == (code, field), reply.message
             assert reply.message
             eventually("its descriptors are closed", lambda: descriptors() <= before)
-            assert nobody(server)
+            eventually("it has no row", lambda: nobody(server))
             assert server.get("/v1/status")["attach"]["refused"][code] == told + 1
     with RpcClient(server.socket_dir):
         pass
