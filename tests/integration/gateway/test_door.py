@@ -422,7 +422,7 @@ async def test_a_process_of_another_user_in_an_engines_place_gets_no_request(
     await gateway.until_engine(session, engine.name, "down")
     with as_nobody() as uid:
         await engine.start()
-    what = f"uid {uid} listens there"
+    what = f"uid {uid} listens at its address"
     await gateway.until(session, what, lambda page: what in page["engines"][0]["reason"])
     probes = engine.probes  # one may have asked the kernel before somebody listened
     assert await status_of(session.post(gateway.url + CHAT, json=ask())) == 503

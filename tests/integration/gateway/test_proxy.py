@@ -316,7 +316,7 @@ async def test_a_reload_brings_engines_and_lets_others_finish(start, session):
         gateway.reload(engines=[])
         await eventually_async(
             "the fault is logged",
-            lambda: 'reload_failed reason="engines: none is named' in gateway.log.read_text(),
+            lambda: 'reload_failed reason="engines: no engine is named' in gateway.log.read_text(),
         )
         assert await status_of(session.post(gateway.url + CHAT, json=ask())) == 200
     finally:

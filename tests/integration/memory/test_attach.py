@@ -57,8 +57,9 @@ def attach(child: Child, server: ServerProcess, session: str = "", **more: Any) 
 
 
 def numbers(server: ServerProcess, **wanted: int) -> bool:
-    """Whether these numbers of its rows are so."""
-    return wanted.items() <= server.get("/v1/status")["attach"].items()
+    """Whether these are the numbers of its rows and sessions."""
+    status = server.get("/v1/status")
+    return wanted.items() <= (status["attach"] | status["sessions"]).items()
 
 
 def nobody(server: ServerProcess) -> bool:

@@ -130,7 +130,7 @@ def test_what_needs_attention_in_a_cluster_comes_first(controller, server):
     assert shown()[:2] == ["needs_attention", "ours: fs-0 is gone"]
     server.kill()
     until(lambda: ours(controller)["state"] == "dead")
-    assert shown()[1].startswith("ours: dead, heard ")
+    assert shown()[1].startswith("ours: dead, last heard ")
 
 
 def test_a_controller_that_was_killed_learns_everything_again(controller, server, client):
