@@ -19,6 +19,7 @@ from kvstrata.server.requests.promises import Promises
 from kvstrata.tiers.breaker import Breaker
 from tests.harness.directory_double import Directory, Endpoint
 from tests.harness.l1 import L1
+from tests.harness.waiting import until
 
 ROOT, CHAIN, SLICES = bytes(32), b"".join(bytes([n]) * 32 for n in range(8)), b"s" * 32
 QUESTION = Await(0, ROOT, CHAIN, SLICES, 2, 2_000, True)
@@ -104,6 +105,7 @@ async def test_an_owner_that_cannot_be_reached_costs_one_lookup_its_time_and_not
     owner, peers = asked
     await known(owner, peers)
     owner.close()
+    await until(lambda: not peers._owners["owner"].link.connected)  # or a question that was sent ends with it
     assert await peers.wait("owner", QUESTION, 0.2) == (2, "late", b"")
     assert await peers.wait("owner", QUESTION, 0.2) == (2, "broken", b"")
 
