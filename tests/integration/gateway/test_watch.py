@@ -130,7 +130,7 @@ def part(**delta: Any) -> bytes:
 
 USAGE = {"prompt_tokens": 11, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 7}}
 ALL = {"prompt": 11, "cached": 7, "completion": 5}
-OWN = {"a": "{}", "content": "x", "error": {"b": [{"c": {}}]}, "id": "resp_2", "prompt_tokens": 99}
+OWN = {"a": '}]" {[', "content": "x", "error": {"b": [{"c": {}}]}, "id": "resp_2", "prompt_tokens": 99}
 """A client's own words: what a tool is called with, the names of its parameters, metadata."""
 BEGIN = part(role="assistant", content="")
 REASONS = {

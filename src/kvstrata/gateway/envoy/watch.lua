@@ -50,7 +50,10 @@ function envoy_on_response(handle)
   end
   local function scan(line)
     for _, key in ipairs(ECHO) do
-      for _, brackets in ipairs({"%b{}", "%b[]"}) do line = line:gsub('([^\\]"' .. key .. '"%s*:%s*)' .. brackets, "%1") end
+      if line:find('"' .. key .. '"', 1, true) then
+        line = line:gsub("\\.", "  "):gsub('"[^"]*"', function(text) return (text:gsub("[][{}]", " ")) end)
+        for _, brackets in ipairs({"%b{}", "%b[]"}) do line = line:gsub('("' .. key .. '"%s*:%s*)' .. brackets, "%1") end
+      end
     end
     if stream then
       local count = 0
