@@ -174,7 +174,8 @@ class Tenant:
         if estimate is None or (request.outcome == CANCELLED and request.engine and not counted):
             return  # Cancelled before any token was counted: the engine's work is unknown, so the estimate stays.
         used = generated = 0
-        if request.first_s and request.outcome in (OK, CANCELLED, BROKE_OFF) and not request.failed_inside:
+        failed = request.failed_inside and not counted
+        if request.first_s and request.outcome in (OK, CANCELLED, BROKE_OFF) and not failed:
             generated = request.tokens.get("completion", request.events)
             prompt = request.tokens.get("prompt", request.charged_tokens)
             used = max(request.charged_tokens, prompt + generated)

@@ -77,6 +77,15 @@ def test_a_whole_answer_that_was_left_before_its_usage_is_charged_as_the_average
         assert tenant.uses(100.0).used_tokens == used
 
 
+def test_an_answer_that_looks_like_an_error_is_free_only_if_it_has_no_tokens():
+    for usage, used in (({}, 0), ({"prompt": 270, "completion": 30}, 300)):
+        tenant, request = Tenant(limits(), 0.0), ended(OK, first_s=1.0, usage=usage)
+        assert tenant.take(200, 0.0) == 200
+        request.failed_inside = True
+        tenant.settle(request)
+        assert tenant.uses(0.0).used_tokens == used
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 3_000), st.floats(0.0, 20.0)), max_size=30),
     st.floats(1.0, 1_000.0),
